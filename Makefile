@@ -1,0 +1,35 @@
+# make demo   serve a tiny MiniMax-H3 in bf16, h3_fp8 and h3_int8 and compare the clips
+# make test   linters, types and all tests
+# Both first create .venv with the exact versions in constraints.txt.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+# Some environments forbid bytecode files; without them every process compiles vLLM again.
+export PYTHONDONTWRITEBYTECODE =
+export HF_HUB_OFFLINE = 1
+export TRANSFORMERS_OFFLINE = 1
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(BIN)/vllm-h3-quant demo
+
+test: lint
+	$(BIN)/python -m pytest --cov --cov-report=term --durations=10
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==0.13.9
+	VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install --constraints constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) out
