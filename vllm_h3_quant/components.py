@@ -1,0 +1,91 @@
+"""Which component of the pipeline gets which configuration.
+
+Upstream's own component mapping matches names by prefix without a boundary, keeps silent about
+names that match nothing, needs at least one value that is not a string, and reports the weakest
+component's compute capability. Here a name is a component or a dotted child of one, unknown names
+are refused, strings are enough, and the strictest capability counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm_omni.quantization import ComponentQuantizationConfig, build_quant_config
+
+from vllm_h3_quant import load_session, names
+from vllm_h3_quant.errors import H3QuantError, unknown
+from vllm_h3_quant.methods.scope import TEXT_ENCODER, TRANSFORMER
+from vllm_h3_quant.quant_config import H3QuantConfig, build
+
+QUANTIZABLE: tuple[str, ...] = (TRANSFORMER, TEXT_ENCODER)
+DEFAULT = "default"
+UNQUANTIZABLE: tuple[str, ...] = ("vae", "video_vae", "audio_vae")
+"""Components that exist and take no configuration; null is accepted for them."""
+
+WHERE = "quantization config"
+
+
+class H3ComponentConfig(ComponentQuantizationConfig):
+    """Configurations by component name."""
+
+    def resolve(self, prefix: str) -> QuantizationConfig | None:
+        """The configuration of a component, or of a layer by its dotted name.
+
+        ``transformer_ref``, the second DiT of a pipeline with both, follows ``transformer``.
+        """
+        head = prefix.split(".", 1)[0]
+        component = TRANSFORMER if head == f"{TRANSFORMER}_ref" else head
+        if component in self.component_configs:
+            return self.component_configs[component]
+        return self.default_config
+
+    def configs(self) -> Iterable[QuantizationConfig]:
+        """Every configuration once."""
+        unique = {id(c): c for c in (*self.component_configs.values(), self.default_config) if c is not None}
+        return unique.values()
+
+    def get_min_capability(self) -> int:
+        return max((config.get_min_capability() for config in self.configs()), default=0)
+
+    def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
+        """Called by vLLM-Omni right before it builds the model in a worker."""
+        load_session.prepare(config for config in self.configs() if isinstance(config, H3QuantConfig))
+
+
+def build_components(spec: Mapping[str, Any]) -> H3ComponentConfig:
+    """Configurations from ``{component: name | mapping | None}``.
+
+    Raises:
+        H3QuantError: unknown component, or a component that cannot be quantized.
+    """
+    configs: dict[str, QuantizationConfig | None] = {}
+    default = None
+    for component, value in spec.items():
+        where = f"{WHERE}, component {component!r}"
+        if component in UNQUANTIZABLE and value is not None:
+            raise H3QuantError(
+                f"{where}: stays at checkpoint precision; set it to null or quantize {' or '.join(QUANTIZABLE)}"
+            )
+        if component not in (*QUANTIZABLE, DEFAULT, *UNQUANTIZABLE):
+            raise unknown("component", component, (*QUANTIZABLE, DEFAULT), where=WHERE)
+        config = _build_one(value, where)
+        if component == DEFAULT:
+            default = config
+        else:
+            configs[component] = config
+    return H3ComponentConfig(configs, default)
+
+
+def _build_one(value: object, where: str) -> QuantizationConfig | None:
+    if value is None:
+        return None
+    method = names.method_of(value)
+    if method is None:
+        raise H3QuantError(f"{where}: {value!r} is not a method name, a mapping with 'method', or null")
+    if not names.looks_ours(method):
+        return build_quant_config(value)
+    given = value if isinstance(value, Mapping) else {}
+    options = {key: option for key, option in given.items() if key not in ("method", "quant_method")}
+    return build(method, options, where=where)

@@ -1,0 +1,86 @@
+"""Entry points. Importing this module costs nothing; each function registers once and returns.
+
+======================================  ====================================================
+entry point                             runs
+======================================  ====================================================
+``vllm_omni.platform_plugins`` (early)  when vLLM-Omni first resolves its platform, before a
+                                        method name on the command line is built
+``vllm_omni.general_plugins``           in process 0 and every worker, at start
+``vllm_omni.platform_plugins`` (cpu)    the CPU reference platform, where no accelerator is
+``vllm.platform_plugins`` (cpu)         the same choice for vLLM
+======================================  ====================================================
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+
+def register_early() -> None:
+    """Register the method names and claim no platform.
+
+    vLLM-Omni drops exceptions of this hook; :func:`register` runs again later and raises them.
+    """
+    register()
+
+
+def register() -> None:
+    """Register the method names and the component form with vLLM-Omni's quantization factory."""
+    from functools import partial
+
+    from vllm_h3_quant import names
+    from vllm_h3_quant.upstream import factory
+
+    factory.register({name: partial(_build, name) for name in names.served()})
+    factory.route(_claims, _build_components, names.looks_ours, _build)
+
+
+def register_general() -> None:
+    """:func:`register`, and the load report where one is asked for."""
+    register()
+    if os.environ.get("VLLM_H3_QUANT_REPORT"):
+        from vllm_h3_quant import load_session
+
+        load_session.prepare([])
+
+
+def cpu_omni_platform() -> str | None:
+    """vLLM-Omni's platform: the CPU reference one where it was asked for or nothing else is there."""
+    from vllm_omni.platforms import builtin_omni_platform_plugins
+
+    if _cpu_asked() or not any(probe() for probe in builtin_omni_platform_plugins.values()):
+        return "vllm_h3_quant.platforms.cpu.CpuOmniPlatform"
+    return None
+
+
+def cpu_platform() -> str | None:
+    """vLLM's platform, by the same rule. An explicit CPU target vLLM decides by itself."""
+    from vllm.platforms import builtin_platform_plugins
+
+    if _cpu_asked() or any(probe() for probe in builtin_platform_plugins.values()):
+        return None
+    return "vllm.platforms.cpu.CpuPlatform"
+
+
+def _cpu_asked() -> bool:
+    return os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu"
+
+
+def _build(method: str, **options: Any) -> Any:
+    from vllm_h3_quant.quant_config import build
+
+    return build(method, options, where=f"quantization {method!r}")
+
+
+def _claims(spec: Mapping[str, Any]) -> bool:
+    from vllm_h3_quant.names import claims_components
+
+    return claims_components(spec)
+
+
+def _build_components(spec: Mapping[str, Any]) -> Any:
+    from vllm_h3_quant.components import build_components
+
+    return build_components(spec)
