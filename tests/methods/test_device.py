@@ -1,0 +1,59 @@
+"""What a device cannot do is said before any weight is read, with what it can do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+
+from vllm_h3_quant.config import Method
+from vllm_h3_quant.errors import H3QuantError
+from vllm_h3_quant.kernels.gemm import BACKENDS, select
+from vllm_h3_quant.methods.device import FORMATS, backend_for
+from vllm_h3_quant.quant_config import MIN_CAPABILITY, build
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    backend_for.cache_clear()
+    yield
+    backend_for.cache_clear()
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
+    cls = type(current_platform)
+    monkeypatch.setattr(cls, "get_device_capability", classmethod(lambda c, i=0: DeviceCapability(*capability)))
+    monkeypatch.setattr(cls, "get_device_name", classmethod(lambda c, i=0: name))
+
+
+@pytest.mark.parametrize(
+    ("method", "gpu", "capability", "says"),
+    [
+        ("h3_fp8", "NVIDIA A100", (8, 0), ["NVIDIA A100", "sm_80", "needs sm_89", "use h3_int8 instead"]),
+        ("h3_fp8", "NVIDIA A40", (8, 6), ["NVIDIA A40", "sm_86", "use h3_int8 instead"]),
+        ("h3_int8", "Tesla T4", (7, 5), ["Tesla T4", "sm_75", "needs sm_80", "no method of this package"]),
+    ],
+)
+def test_refused_at_configuration(
+    monkeypatch: pytest.MonkeyPatch, method: str, gpu: str, capability: tuple[int, int], says: list[str]
+) -> None:
+    pretend(monkeypatch, gpu, capability)
+    with pytest.raises(H3QuantError) as caught:
+        build(method, where="test")
+    assert "\n" not in str(caught.value)
+    assert all(part in str(caught.value) for part in says), str(caught.value)
+
+
+@pytest.mark.parametrize(("method", "capability"), [("h3_fp8", (8, 9)), ("h3_fp8", (9, 0)), ("h3_int8", (12, 0))])
+def test_served(monkeypatch: pytest.MonkeyPatch, method: str, capability: tuple[int, int]) -> None:
+    pretend(monkeypatch, "some GPU", capability)
+    assert build(method, where="test").get_name() == method
+
+
+@pytest.mark.parametrize("method", list(Method))
+def test_minimum_capability_is_that_of_the_table(method: Method) -> None:
+    lowest = min(b.capabilities[0] for b in BACKENDS if b.fmt is FORMATS[method] and b.capabilities)
+    assert MIN_CAPABILITY[method] == lowest[0] * 10 + lowest[1]
+    assert select(FORMATS[method], lowest)

@@ -1,0 +1,212 @@
+"""Loading the tiny pipeline through the engine's loader: streaming, checks, the report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from vllm.model_executor.layers.linear import LinearBase
+
+from vllm_h3_quant import report
+from vllm_h3_quant.errors import H3QuantError
+from vllm_h3_quant.kernels.formats import FP8
+from vllm_h3_quant.kernels.quantize import quantize_rows_reference
+from vllm_h3_quant.methods.base import H3LinearMethod
+from vllm_h3_quant.survey import survey
+from vllm_h3_quant.testing.tiny_h3 import write_tiny_h3
+
+Load = Callable[..., Any]
+METHODS = pytest.mark.parametrize("method", ["h3_fp8", "h3_int8"])
+
+
+def transformer_files(root: Path) -> list[Path]:
+    return sorted((root / "FL2VA" / "transformer").glob("*.safetensors"))
+
+
+def checkpoint(root: Path) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for path in transformer_files(root):
+        with safe_open(path, "pt") as shard:
+            tensors.update({name: shard.get_tensor(name) for name in shard.keys()})  # noqa: SIM118
+    return tensors
+
+
+@pytest.fixture
+def own_model(tmp_path: Path) -> Path:
+    """A checkpoint that the test may damage."""
+    return write_tiny_h3(tmp_path / "h3")
+
+
+def rewrite(root: Path, name: str, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Apply ``change`` to the tensors of the transformer shard that holds ``name``."""
+    for path in transformer_files(root):
+        with safe_open(path, "pt") as shard:
+            if name not in shard.keys():  # noqa: SIM118
+                continue
+            tensors = {key: shard.get_tensor(key) for key in shard.keys()}  # noqa: SIM118
+        change(tensors)
+        save_file(tensors, str(path), metadata={"format": "pt"})
+
+
+@METHODS
+def test_every_layer_is_quantized_while_streaming(
+    load_pipeline: Load, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No layer waits for the end, the five with a bias before their weight in the file included."""
+    from vllm_omni.diffusion.models.minimax_h3.pipeline_minimax_h3 import MiniMaxH3Pipeline
+
+    waiting: list[str] = []
+    load_weights = MiniMaxH3Pipeline.load_weights
+
+    def observed(self: Any, weights: Any) -> Any:
+        loaded = load_weights(self, weights)
+        waiting.extend(n for n, m in self.named_modules() if ours(m) and not m.quant_method.arrival.complete)
+        return loaded
+
+    monkeypatch.setattr(MiniMaxH3Pipeline, "load_weights", observed)
+    pipeline = load_pipeline(method)
+    assert waiting == []
+    biased = [n for n, m in pipeline.named_modules() if ours(m) and getattr(m, "bias", None) is not None]
+    assert len(biased) == 5
+
+
+def ours(module: Any) -> bool:
+    return isinstance(getattr(module, "quant_method", None), H3LinearMethod)
+
+
+def test_one_unquantized_weight_at_a_time(load_pipeline: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in work, and one more where the boundary of the two shards splits a fused weight."""
+    from vllm_h3_quant.methods.arrival import Arrival
+
+    in_work: set[str] = set()
+    most = 0
+    materialize, load = Arrival._materialize, Arrival._load
+
+    def observed(self: Arrival, param_name: str) -> Any:
+        nonlocal most
+        if param_name == "weight":
+            in_work.add(self.name)
+        most = max(most, len(in_work))
+        return materialize(self, param_name)
+
+    def finished(self: Arrival, *args: Any) -> None:
+        load(self, *args)
+        if self.complete:
+            in_work.discard(self.name)
+
+    monkeypatch.setattr(Arrival, "_materialize", observed)
+    monkeypatch.setattr(Arrival, "_load", finished)
+    load_pipeline("h3_fp8")
+    assert not in_work
+    assert 1 <= most <= 2
+
+
+def test_codes_are_those_of_the_checkpoint(load_pipeline: Load, tiny_h3: Path) -> None:
+    """qkv rows are grouped by head in the file and by q, k, v in the model; scales follow them."""
+    tensors = checkpoint(tiny_h3)
+    pipeline = load_pipeline("h3_fp8")
+    block = pipeline.transformer.blocks[1]
+    heads, width = 2, 128
+    grouped = tensors["blocks.1.attn.qkv_proj.weight"].view(heads, 3, width, -1)
+    for layer, weight in (
+        (block.attn.qkv_proj, grouped.transpose(0, 1).reshape(3 * heads * width, -1)),
+        (block.mlp.fc1, tensors["blocks.1.mlp.fc1.weight"]),
+        (block.adaln_proj.linear, tensors["blocks.1.adaln_proj.linear.weight"]),
+    ):
+        codes, scale = quantize_rows_reference(weight, FP8)
+        assert torch.equal(layer.weight.t().contiguous().view(torch.uint8), codes.view(torch.uint8))
+        assert torch.equal(layer.weight_scale.t(), scale)
+    assert torch.equal(block.adaln_proj.linear.bias, tensors["blocks.1.adaln_proj.linear.bias"])
+
+
+@METHODS
+def test_what_stays_at_checkpoint_precision(load_pipeline: Load, tiny_h3: Path, method: str) -> None:
+    tensors = checkpoint(tiny_h3)
+    transformer = load_pipeline(method).transformer
+    for name in ("video_patch_proj", "audio_patch_proj", "final_layer.video_out", "final_layer.audio_out"):
+        layer = transformer.get_submodule(name)
+        assert layer.weight.dtype is torch.float32
+        assert torch.equal(layer.weight, tensors[f"{name}.weight"])
+    assert transformer.rope.inv_freq.dtype is torch.float32
+
+
+def test_components_are_quantized_apart(load_pipeline: Load) -> None:
+    pipeline = load_pipeline({"text_encoder": {"method": "h3_int8"}})
+    counts = {name: part.quantized for name, part in survey(pipeline, None).components.items()}
+    assert counts == {"transformer": 0, "text_encoder": 8}
+
+
+def test_report(load_pipeline: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: Any) -> None:
+    path = tmp_path / "report.json"
+    monkeypatch.setenv(report.REPORT_VARIABLE, str(path))
+    with caplog.at_level(logging.INFO, logger="vllm_h3_quant"):
+        logging.getLogger("vllm").addHandler(caplog.handler)
+        pipeline = load_pipeline({"transformer": "h3_fp8", "text_encoder": "h3_int8"})
+        logging.getLogger("vllm").removeHandler(caplog.handler)
+    written = report.LoadReport.model_validate_json(path.read_text())
+    transformer = written.components["transformer"]
+    assert written.method == "h3_fp8+h3_int8"
+    assert (transformer.linears, transformer.quantized) == (31, 25)
+    assert sum(transformer.kernels.values()) == 25
+    parameters = [
+        p for m in pipeline.transformer.modules() if isinstance(m, LinearBase) for p in m.parameters(recurse=False)
+    ]
+    assert transformer.weight_bytes == sum(p.nbytes for p in parameters)
+    assert "transformer: 25 of 31 linears quantized by" in caplog.text
+
+
+class TestRefusals:
+    def test_an_entry_that_matches_nothing(self, load_pipeline: Load) -> None:
+        config = {"method": "h3_fp8", "ignored_layers": ["blocks.0.attn", "blocks.0.attn.q_proj"]}
+        with pytest.raises(H3QuantError, match=r"'blocks\.0\.attn\.q_proj' .*did you mean 'blocks\.0\.attn\.qkv_proj'"):
+            load_pipeline(config)
+
+    def test_an_entry_inside_another_component(self, load_pipeline: Load) -> None:
+        config = {"text_encoder": {"method": "h3_fp8", "ignored_layers": ["blocks.0.attn"]}}
+        with pytest.raises(H3QuantError, match=r"component 'text_encoder'.*'blocks\.0\.attn' matches no linear"):
+            load_pipeline(config)
+
+    def test_no_weight_is_read_before(self, load_pipeline: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
+
+        monkeypatch.setattr(
+            DiffusersPipelineLoader, "get_all_weights", lambda *a, **k: pytest.fail("weights were read")
+        )
+        with pytest.raises(H3QuantError, match="matches no linear"):
+            load_pipeline({"method": "h3_fp8", "ignored_layers": ["nothing"]})
+
+    def test_hsdp(self) -> None:
+        from types import SimpleNamespace
+
+        from vllm_h3_quant.load_session import before_load
+        from vllm_h3_quant.quant_config import build
+
+        config = SimpleNamespace(parallel_config=SimpleNamespace(use_hsdp=True))
+        with pytest.raises(H3QuantError, match="h3_fp8 keeps transposed weights, which HSDP cannot shard"):
+            before_load([build("h3_fp8", where="test")], config, torch.nn.Module())
+
+    def test_codes_without_their_scales(self, load_pipeline: Load, own_model: Path) -> None:
+        name = "blocks.0.mlp.fc2.weight"
+
+        def encode(tensors: dict[str, torch.Tensor]) -> None:
+            tensors[name] = (tensors[name].float() * 90).to(torch.float8_e4m3fn)
+
+        rewrite(own_model, name, encode)
+        with pytest.raises(H3QuantError, match=r"blocks\.0\.mlp\.fc2\.weight holds float8_e4m3fn codes"):
+            load_pipeline("h3_fp8", model=own_model)
+
+    def test_a_weight_that_is_not_finite(self, load_pipeline: Load, own_model: Path) -> None:
+        name = "blocks.2.attn.out_proj.weight"
+
+        def damage(tensors: dict[str, torch.Tensor]) -> None:
+            tensors[name][11, 4] = float("nan")
+
+        rewrite(own_model, name, damage)
+        with pytest.raises(H3QuantError, match=r"blocks\.2\.attn\.out_proj: the weights of output 11"):
+            load_pipeline("h3_int8", model=own_model)

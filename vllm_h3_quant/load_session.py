@@ -1,0 +1,97 @@
+"""Checks and the report around one load of a pipeline's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch.nn import Module
+from vllm.model_executor.layers.linear import LinearBase
+
+from vllm_h3_quant import report
+from vllm_h3_quant.errors import H3QuantError, nearest
+from vllm_h3_quant.log import get_logger
+from vllm_h3_quant.methods.base import H3LinearMethod
+from vllm_h3_quant.methods.scope import TEXT_ENCODER, parents
+from vllm_h3_quant.survey import survey
+from vllm_h3_quant.upstream.model_loader import around_load_weights
+
+logger = get_logger(__name__)
+
+
+class AskedConfig(Protocol):
+    """What the checks read of a configuration: what was asked of it and what it answered."""
+
+    where: str
+    seen: list[str]
+    matched: set[str]
+
+    @property
+    def ignored_layers(self) -> list[str]: ...
+
+    def get_name(self) -> str: ...
+
+
+def prepare(configs: Iterable[AskedConfig]) -> None:
+    """Put the checks and the report around the next load of weights in this process."""
+    asked = list(configs)
+    around_load_weights(partial(before_load, asked), partial(after_load, asked))
+
+
+def before_load(configs: Sequence[AskedConfig], od_config: Any, model: Module) -> None:
+    """Refuse what cannot work now that the model is known and no weight has been read.
+
+    Raises:
+        H3QuantError: HSDP with a method of ours, a configuration that reached no linear, or an
+            ``ignored_layers`` entry that matches none.
+    """
+    if configs and od_config.parallel_config.use_hsdp:
+        raise H3QuantError(
+            f"{configs[0].where}: {configs[0].get_name()} keeps transposed weights, which HSDP cannot shard;"
+            " turn use_hsdp off or use tensor parallelism"
+        )
+    if _holds_every_component(model):
+        for config in configs:
+            _check_reached(config)
+            _check_entries(config)
+    for layer in _quantized(model):
+        layer.quant_method.watch_bias(layer)
+
+
+def after_load(configs: Sequence[AskedConfig], od_config: Any, model: Module) -> None:
+    """Refuse a layer that is not complete; log and write what was loaded."""
+    for layer in _quantized(model):
+        layer.quant_method.process_weights_after_loading(layer)
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return
+    names = sorted({config.get_name() for config in configs})
+    loaded = survey(model, "+".join(names) or None)
+    for line in report.lines(loaded):
+        logger.info("%s", line)
+    report.write_if_asked(loaded)
+
+
+def _quantized(model: Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(getattr(m, "quant_method", None), H3LinearMethod)]
+
+
+def _holds_every_component(model: Module) -> bool:
+    # Ranks outside the text encoder's group hold a stub of it, so entries for it match nothing there.
+    encoder = getattr(model, TEXT_ENCODER, None)
+    return encoder is None or any(isinstance(module, LinearBase) for module in encoder.modules())
+
+
+def _check_reached(config: AskedConfig) -> None:
+    if not config.seen:
+        raise H3QuantError(f"{config.where}: {config.get_name()} reached no linear of this model")
+
+
+def _check_entries(config: AskedConfig) -> None:
+    for entry in config.ignored_layers:
+        if entry not in config.matched:
+            names = dict.fromkeys(parent for name in config.seen for parent in parents(name))
+            close = nearest(entry, names)
+            hint = f"did you mean {close!r}?" if close else f"a name is for example {config.seen[0]!r}"
+            raise H3QuantError(f"{config.where}: ignored_layers entry {entry!r} matches no linear; {hint}")

@@ -1,0 +1,169 @@
+"""The common part of the linear methods: create on meta, quantize on arrival, apply.
+
+The weight's storage after quantization, for a linear with ``N`` outputs and ``K`` inputs on this
+rank and ``N'``, ``K'`` padded to the backend's alignment with zeros:
+
+========================  ==================  ======================================
+parameter                 shape, stride       meaning
+========================  ==================  ======================================
+``weight``                (K', N'), (1, K')   codes; the transposed view that GEMMs take
+``weight_scale``          (1, N'), fp32       one scale per output channel
+``bias``                  as created          untouched
+========================  ==================  ======================================
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch.nn import Parameter
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
+from vllm.model_executor.utils import set_weight_attrs
+
+from vllm_h3_quant.config import H3QuantOptions
+from vllm_h3_quant.errors import H3QuantError
+from vllm_h3_quant.kernels.formats import CodeFormat
+from vllm_h3_quant.kernels.gemm import Backend, scaled_gemm
+from vllm_h3_quant.kernels.quantize import AMAX_MAX, quantize_rows, row_scales
+from vllm_h3_quant.methods.arrival import Arrival
+from vllm_h3_quant.methods.device import backend_for
+from vllm_h3_quant.methods.storage import keep_dtypes
+
+
+class H3LinearMethod(LinearMethodBase):
+    """Online 8-bit linear: weight codes per output channel, activation codes per token.
+
+    One instance serves one layer.
+
+    Args:
+        options: the component's configuration.
+        name: the layer's name, for logs and errors.
+    """
+
+    fmt: ClassVar[CodeFormat]
+
+    # Read by vLLM-Omni's loader: weights start on meta, and a layer may go back to the host once
+    # it is quantized.
+    uses_meta_device: ClassVar[bool] = True
+    supports_offload_after_quant: ClassVar[bool] = True
+
+    def __init__(self, options: H3QuantOptions, name: str) -> None:
+        self.options = options
+        self.name = name
+        self.backend: Backend = backend_for(options.method)
+        self.rotation = 0
+        self._offload_after_quant = False
+        self._shared_scale: torch.Tensor | None = None
+
+    def enable_offload_after_quant(self) -> None:
+        """Send the layer to host memory as soon as it is quantized."""
+        self._offload_after_quant = True
+
+    def choose_rotation(self, input_size: int) -> int:
+        """Width of the Hadamard groups for ``input_size`` inputs on this rank; 0 for none."""
+        return 0
+
+    def create_weights(
+        self,
+        layer: LinearBase,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register ``weight`` as ``(N, K)`` on the meta device and watch its tensors arrive."""
+        outputs = sum(output_partition_sizes)
+        layer.logical_widths = output_partition_sizes
+        layer.input_size_per_partition = input_size_per_partition
+        layer.output_size_per_partition = outputs
+        layer.orig_dtype = params_dtype
+        self.rotation = self.choose_rotation(input_size_per_partition)
+        weight = Parameter(
+            torch.empty(outputs, input_size_per_partition, dtype=params_dtype, device="meta"),
+            requires_grad=False,
+        )
+        set_weight_attrs(weight, {"input_dim": 1, "output_dim": 0, **extra_weight_attrs})
+        layer.register_parameter("weight", weight)
+        self.arrival = Arrival(
+            layer, self.name, on_tensor=self.see_tensor, on_complete=self.process_weights_after_loading
+        )
+        self.arrival.watch("weight")
+
+    def watch_bias(self, layer: LinearBase) -> None:
+        """Count the bias too, now that the linear has registered it."""
+        if getattr(layer, "bias", None) is not None:
+            self.arrival.watch("bias")
+
+    def see_tensor(self, layer: LinearBase, param_name: str, loaded: torch.Tensor) -> None:
+        """Take the scales of a row-parallel weight from all of it, before this rank's columns are cut out.
+
+        Ranks that hold parts of the same rows then share their scales without a collective, which
+        could not be matched: each rank reads its files in an order of its own.
+        """
+        if param_name != "weight" or layer.input_size_per_partition == layer.input_size:
+            return
+        whole = (layer.output_size_per_partition, layer.input_size)
+        if tuple(loaded.shape) != whole:
+            raise H3QuantError(
+                f"{self.name}.weight arrives as {tuple(loaded.shape)}, not {whole}: the scales of a row-parallel"
+                " weight need all of it"
+            )
+        self._shared_scale = row_scales(loaded.to(self.arrival.device), self.fmt, rotation=self.rotation)
+
+    def process_weights_after_loading(self, layer: LinearBase) -> None:
+        """Replace the weight by codes and scales.
+
+        Called when the last tensor has arrived, and once more by the loader's final sweep, where a
+        layer that is not complete is an error.
+        """
+        if getattr(layer, "_already_called_process_weights_after_loading", False):
+            return
+        if not self.arrival.complete:
+            raise H3QuantError(f"{self.name}: the checkpoint is incomplete, {self.arrival.describe()}")
+        codes, scale = self.quantize_weight(layer.weight.data)
+        layer.register_parameter("weight", Parameter(codes.t(), requires_grad=False))
+        layer.register_parameter("weight_scale", Parameter(scale.t(), requires_grad=False))
+        layer._already_called_process_weights_after_loading = True
+        keep_dtypes(layer)
+        if self._offload_after_quant:
+            layer.to("cpu")
+
+    def quantize_weight(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(N', K')`` codes and ``(N', 1)`` scales of a ``(N, K)`` weight."""
+        outputs, inputs = weight.shape
+        codes, scale = quantize_rows(
+            weight, self.fmt, rotation=self.rotation, scale=self._shared_scale, padded=self.aligned(inputs)
+        )
+        self._shared_scale = None
+        broken = ~(scale < AMAX_MAX / self.fmt.max)
+        if broken.any():
+            row = int(broken.nonzero()[0, 0])
+            raise H3QuantError(f"{self.name}: the weights of output {row} are not finite in the checkpoint")
+        spare = self.aligned(outputs) - outputs
+        if spare:
+            codes = torch.cat((codes, codes.new_zeros(spare, codes.shape[1])))
+            scale = F.pad(scale, (0, 0, 0, spare), value=1.0)
+        return codes, scale
+
+    def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x @ W^T + bias`` for ``x`` of shape ``(..., K)``; the result has the dtype of ``x``."""
+        rows = x.reshape(-1, x.shape[-1])
+        outputs = layer.output_size_per_partition
+        if rows.shape[0] == 0:
+            return x.new_empty(*x.shape[:-1], outputs)
+        weight = layer.weight
+        codes, scale = quantize_rows(rows, self.fmt, rotation=self.rotation, padded=weight.shape[0])
+        spare = weight.shape[1] - outputs
+        if bias is not None and spare:
+            bias = F.pad(bias, (0, spare))
+        out = scaled_gemm(self.backend, codes, weight, scale, layer.weight_scale, bias, x.dtype)
+        return out[:, :outputs].reshape(*x.shape[:-1], outputs)
+
+    def aligned(self, size: int) -> int:
+        """``size`` rounded up to what the backend takes."""
+        step = self.backend.alignment
+        return -(-size // step) * step

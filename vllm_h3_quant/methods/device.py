@@ -1,0 +1,52 @@
+"""Which GEMM backend the current device offers a method, told before any weight is read."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from vllm.platforms import current_platform
+
+from vllm_h3_quant.config import Method
+from vllm_h3_quant.errors import H3QuantError
+from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
+from vllm_h3_quant.kernels.gemm import Backend, Capability, NoBackend, select
+
+FORMATS: dict[Method, CodeFormat] = {Method.FP8: FP8, Method.INT8: INT8}
+
+
+def device_capability() -> Capability | None:
+    """Compute capability of the current CUDA device; None on the CPU platform. Does not start CUDA."""
+    capability = current_platform.get_device_capability()
+    return None if capability is None else (capability.major, capability.minor)
+
+
+def device_name() -> str:
+    """The device's name for messages."""
+    return str(current_platform.get_device_name())
+
+
+@cache
+def backend_for(method: Method) -> Backend:
+    """The backend that serves ``method`` here.
+
+    Raises:
+        H3QuantError: the device cannot; the message names it, each backend's reason and a method
+            that the device does serve.
+    """
+    capability = device_capability()
+    try:
+        return select(FORMATS[method], capability)
+    except NoBackend as error:
+        sm = "" if capability is None else f" (sm_{capability[0]}{capability[1]})"
+        others = [other.value for other in Method if other is not method and serves(other, capability)]
+        instead = f"use {others[0]} instead" if others else "no method of this package runs on it"
+        raise H3QuantError(f"{method.value} cannot run on {device_name()}{sm}: {error}; {instead}") from None
+
+
+def serves(method: Method, capability: Capability | None) -> bool:
+    """Whether any backend serves ``method`` on a device of this capability."""
+    try:
+        select(FORMATS[method], capability)
+    except NoBackend:
+        return False
+    return True

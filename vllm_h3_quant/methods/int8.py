@@ -1,0 +1,33 @@
+"""``h3_int8``: INT8 weights per output channel, INT8 activations per token, after a rotation."""
+
+from __future__ import annotations
+
+from vllm_h3_quant.kernels.formats import INT8
+from vllm_h3_quant.kernels.hadamard import largest_group
+from vllm_h3_quant.log import get_logger
+from vllm_h3_quant.methods.base import H3LinearMethod
+
+logger = get_logger(__name__)
+
+
+class H3Int8LinearMethod(H3LinearMethod):
+    """INT8 linear. INT8 spends its codes evenly, so one large channel costs all others their
+    precision; a group-wise Hadamard rotation of the input dimension spreads it first.
+    """
+
+    fmt = INT8
+
+    def choose_rotation(self, input_size: int) -> int:
+        wanted = self.options.rotation
+        if not wanted:
+            return 0
+        group = largest_group(input_size, wanted)
+        if group != wanted:
+            logger.info_once(
+                "rotation=%d does not divide %d inputs (first seen at %s): %s",
+                wanted,
+                input_size,
+                self.name,
+                f"groups of {group} there" if group else "no rotation there",
+            )
+        return group

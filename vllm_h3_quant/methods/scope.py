@@ -1,0 +1,102 @@
+"""Which linears of MiniMax-H3 are quantized, which are not, and why.
+
+Names are those that vLLM-Omni gives to a linear: the DiT's without a component in front
+(``blocks.0.attn.qkv_proj``), the text decoder's with it
+(``text_encoder.text_model.layers.0.mlp.down_proj``).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+TRANSFORMER = "transformer"
+TEXT_ENCODER = "text_encoder"
+
+
+@dataclass(frozen=True)
+class Role:
+    """A kind of linear.
+
+    Attributes:
+        component: the pipeline component it belongs to.
+        pattern: regular expression that a linear's whole name matches.
+        quantized: whether 8-bit codes replace its weight.
+        reason: why, one line.
+        adaln: whether the ``adaln`` key decides.
+    """
+
+    component: str
+    pattern: str
+    quantized: bool
+    reason: str
+    adaln: bool = False
+
+
+ROLES: tuple[Role, ...] = (
+    Role(TRANSFORMER, r"blocks\.\d+\.attn\.(qkv_proj|out_proj)", True, "a quarter of a block's linear FLOPs"),
+    Role(TRANSFORMER, r"blocks\.\d+\.mlp\.(fc1|fc2)", True, "most of a block's linear FLOPs"),
+    Role(TRANSFORMER, r"blocks\.\d+\.adaln_proj\.linear", True, "40% of the DiT's bytes", adaln=True),
+    Role(TRANSFORMER, r"final_layer\.adaln_proj\.linear", True, "same input as the blocks' AdaLN", adaln=True),
+    Role(
+        TRANSFORMER,
+        r"token_refiner\.blocks\.\d+\.(attn\.(qkv_proj|out_proj)|mlp\.(fc1|fc2))",
+        True,
+        "block-sized",
+    ),
+    Role(TRANSFORMER, r"condition_proj", True, "block-sized, once a step"),
+    Role(
+        TRANSFORMER,
+        r"blocks\.\d+\.attn\.to_gate_compress",
+        False,
+        "the VSA gate is zero until an adapter assigns it, and zero weights carry no scale",
+    ),
+    Role(TRANSFORMER, r"(video|audio)_patch_proj", False, "fp32 in and out; the engine checks the dtype"),
+    Role(TRANSFORMER, r"time_embedder\.(proj_in|proj_out)", False, "fp32: timesteps differ in the last digits"),
+    Role(TRANSFORMER, r"final_layer\.(video_out|audio_out)", False, "fp32: its rounding lands in the latents"),
+    Role(
+        TEXT_ENCODER,
+        r"text_encoder\.text_model\.layers\.\d+\.self_attn\.(qkv_proj|o_proj)",
+        True,
+        "most bytes",
+    ),
+    Role(
+        TEXT_ENCODER,
+        r"text_encoder\.text_model\.layers\.\d+\.mlp\.(gate_up_proj|down_proj)",
+        True,
+        "most bytes",
+    ),
+)
+
+UNREACHED: dict[str, str] = {
+    "norms and rope": "elementwise; their few bytes set the scale of everything after them",
+    "text_encoder vision tower": "plain torch linears that take no quantization method",
+    "text_encoder embeddings": "a lookup, no product",
+    "video_vae and audio_vae": "remote code of the checkpoint, convolutions, decoded once a request",
+}
+"""Parts of the pipeline that hold no vLLM linear and stay at checkpoint precision."""
+
+
+def role_of(name: str) -> Role | None:
+    """The role of a linear by its name, or None when the name is not one of MiniMax-H3's."""
+    for role in ROLES:
+        if re.fullmatch(role.pattern, name):
+            return role
+    return None
+
+
+def parents(name: str) -> list[str]:
+    """``name`` and every dotted parent of it, longest first."""
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
+def first_match(name: str, entries: Iterable[str]) -> str | None:
+    """The first entry that is ``name``, a dotted parent of it, or a pattern over either."""
+    candidates = parents(name)
+    for entry in entries:
+        if any(fnmatch.fnmatchcase(candidate, entry) for candidate in candidates):
+            return entry
+    return None
