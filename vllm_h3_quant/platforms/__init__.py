@@ -1,0 +1,1 @@
+"""The CPU reference platform. Nothing here is imported where an accelerator works."""
