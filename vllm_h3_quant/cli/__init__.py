@@ -1,0 +1,1 @@
+"""The ``vllm-h3-quant`` command."""

@@ -1,0 +1,26 @@
+"""The command's root: one line a subcommand, each in a module of its own."""
+
+from __future__ import annotations
+
+import typer
+
+from vllm_h3_quant.cli.demo import demo
+
+app = typer.Typer(
+    name="vllm-h3-quant",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def root() -> None:
+    """Serve MiniMax-H3 quantized with vLLM-Omni."""
+
+
+app.command()(demo)
+
+
+if __name__ == "__main__":
+    app()

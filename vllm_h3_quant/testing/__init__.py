@@ -1,0 +1,1 @@
+"""Helpers for tests, benchmarks and the demo. Production code must not import this package."""

@@ -1,0 +1,82 @@
+"""The engine's own loader without its server: process groups, and a pipeline with loaded weights."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def free_port() -> int:
+    """A TCP port on this host that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def process_groups(*, rank: int = 0, tensor_parallel: int = 1, port: int | None = None) -> Iterator[Any]:
+    """vLLM's and vLLM-Omni's groups for one rank of ``tensor_parallel``; yields the vLLM configuration.
+
+    Args:
+        rank: this process's rank.
+        tensor_parallel: ranks in all; each must enter with the same ``port``.
+        port: rendezvous port on this host; a free one for a single rank.
+    """
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm_omni.diffusion.distributed.parallel_state import (
+        destroy_distributed_env,
+        init_distributed_environment,
+        initialize_model_parallel,
+    )
+    from vllm_omni.platforms import current_omni_platform
+
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = str(port or free_port())
+    current_omni_platform.set_device(current_omni_platform.get_torch_device(rank))
+    config = VllmConfig()
+    with set_current_vllm_config(config):
+        init_distributed_environment(world_size=tensor_parallel, rank=rank, local_rank=rank)
+        initialize_model_parallel(tensor_parallel_size=tensor_parallel)
+        try:
+            yield config
+        finally:
+            destroy_distributed_env()
+
+
+def load_pipeline(model: Path, quantization_config: Any, *, rank: int = 0, **more: Any) -> Any:
+    """Load a MiniMax-H3 pipeline as a worker does. Call inside :func:`process_groups`.
+
+    Args:
+        model: repository root.
+        quantization_config: anything that ``Omni(quantization_config=...)`` takes.
+        rank: this process's rank, which is also its device.
+        more: further fields of ``OmniDiffusionConfig``.
+    """
+    from vllm.config import LoadConfig, set_current_vllm_config
+    from vllm_omni.diffusion.data import OmniDiffusionConfig
+    from vllm_omni.diffusion.forward_context import set_forward_context
+    from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
+    from vllm_omni.diffusion.vllm_config import create_diffusion_vllm_config
+    from vllm_omni.platforms import current_omni_platform
+
+    device = current_omni_platform.get_torch_device(rank)
+    od_config = OmniDiffusionConfig(
+        model=str(model),
+        task_type="t2va",
+        trust_remote_code=True,
+        enforce_eager=True,
+        quantization_config=quantization_config,
+        **{"num_gpus": 1, **more},
+    )
+    od_config.enrich_config()
+    vllm_config = create_diffusion_vllm_config(device, od_config)
+    with (
+        set_forward_context(vllm_config=vllm_config, omni_diffusion_config=od_config),
+        set_current_vllm_config(vllm_config),
+    ):
+        loader = DiffusersPipelineLoader(LoadConfig(), od_config=od_config)
+        return loader.load_model(load_device=str(device), load_format="default", device=device)
