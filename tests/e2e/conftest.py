@@ -1,0 +1,52 @@
+"""Every test here runs the engine: marked, and limited in time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_process import Generated, generate
+
+HERE = Path(__file__).parent
+
+FP8, INT8 = "h3_fp8", "h3_int8"
+RUNS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "string_fp8": {"arguments": {"quantization": FP8}},
+    "string_int8": {"arguments": {"quantization_config": INT8}, "requests": 2},
+    "mapping": {
+        "arguments": {"quantization_config": {"method": FP8, "ignored_layers": ["blocks.0.attn", "*.down_proj"]}}
+    },
+    "mapping_int8": {"arguments": {"quantization_config": {"method": INT8, "adaln": "keep", "rotation": 128}}},
+    "transformer": {"arguments": {"quantization_config": {"transformer": {"method": FP8}}}},
+    "text_encoder": {"arguments": {"quantization_config": {"text_encoder": {"method": INT8}}}},
+    "both": {"arguments": {"quantization_config": {"transformer": {"method": FP8}, "text_encoder": {"method": INT8}}}},
+    "both_strings": {"arguments": {"quantization_config": {"transformer": FP8, "text_encoder": INT8}}},
+    "null": {"arguments": {"quantization_config": {"transformer": {"method": INT8}, "text_encoder": None}}},
+    "layerwise": {"arguments": {"quantization": FP8, "enable_layerwise_offload": True, "pin_cpu_memory": False}},
+    "distributed": {
+        "arguments": {
+            "quantization": INT8,
+            "enable_distributed_layerwise_offload": True,
+            "dlo_use_allgather": False,
+            "pin_cpu_memory": False,
+        }
+    },
+    "replaced_fp8": {"arguments": {"quantization": "fp8"}, "env": {"VLLM_H3_QUANT_REPLACE": "fp8,int8"}},
+    "replaced_int8": {"arguments": {"quantization": "int8"}, "env": {"VLLM_H3_QUANT_REPLACE": "fp8,int8"}},
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in Path(item.path).parents:
+            item.add_marker(pytest.mark.e2e)
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(600))
+
+
+@pytest.fixture(scope="session")
+def clips(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Generated]:
+    """One clip for each of :data:`RUNS`, each from an engine of its own."""
+    return generate(tiny_h3, tmp_path_factory.mktemp("clips"), RUNS, timeout=500)

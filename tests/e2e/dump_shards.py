@@ -1,0 +1,48 @@
+"""Load the tiny model on some ranks and save each rank's quantized linears.
+
+    python dump_shards.py MODEL OUT_DIR RANKS '[{"method": "h3_fp8"}, ...]'
+
+Writes ``OUT_DIR/METHOD.rankR.safetensors``. The text encoder is sharded like the DiT.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from vllm_h3_quant.methods.base import H3LinearMethod
+from vllm_h3_quant.testing.engine import free_port, load_pipeline, process_groups
+
+
+def dump(rank: int, model: str, out: str, ranks: int, port: int, configs: str) -> None:
+    from vllm_omni.diffusion.data import DiffusionParallelConfig
+
+    parallel = DiffusionParallelConfig(tensor_parallel_size=ranks, text_encoder_tp_size=ranks)
+    with process_groups(rank=rank, tensor_parallel=ranks, port=port):
+        for config in json.loads(configs):
+            pipeline = load_pipeline(Path(model), config, rank=rank, parallel_config=parallel, num_gpus=ranks)
+            save_file(shards(pipeline), str(Path(out) / f"{config['method']}.rank{rank}.safetensors"))
+
+
+def shards(pipeline: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Codes as ``(N, K)`` bytes, scales, and how the layer is cut, of every quantized linear."""
+    tensors = {}
+    for name, module in pipeline.named_modules():
+        if isinstance(getattr(module, "quant_method", None), H3LinearMethod):
+            tensors[f"{name}.codes"] = module.weight.t().contiguous().view(torch.uint8).cpu()
+            tensors[f"{name}.scale"] = module.weight_scale.contiguous().cpu()
+            tensors[f"{name}.widths"] = torch.tensor(module.logical_widths)
+            tensors[f"{name}.row_parallel"] = torch.tensor(module.input_size_per_partition != module.input_size)
+    return tensors
+
+
+def main(model: str, out: str, ranks: str, configs: str) -> None:
+    torch.multiprocessing.spawn(dump, (model, out, int(ranks), free_port(), configs), nprocs=int(ranks))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,51 @@
+"""The real engine with the tiny model on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_process import Generated, generate
+
+RUNS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp8": {"arguments": {"quantization": "h3_fp8"}},
+    "int8": {"arguments": {"quantization_config": {"transformer": "h3_int8", "text_encoder": "h3_fp8"}}},
+    "compiled_fp8": {"arguments": {"quantization": "h3_fp8", "enforce_eager": False}},
+    "compiled_int8": {"arguments": {"quantization": "h3_int8", "enforce_eager": False}},
+    "stock_fp8": {"arguments": {"quantization": "fp8"}},
+}
+
+
+@pytest.fixture(scope="module")
+def clips(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Generated]:
+    return generate(tiny_h3, tmp_path_factory.mktemp("clips"), RUNS, timeout=280)
+
+
+@pytest.mark.parametrize(
+    ("run", "kernels"),
+    [
+        ("fp8", {"torch._scaled_mm row-wise": 25}),
+        ("int8", {"vLLM CUTLASS INT8": 25}),
+        ("compiled_fp8", {"torch._scaled_mm row-wise": 25}),
+        ("compiled_int8", {"vLLM CUTLASS INT8": 25}),
+    ],
+)
+def test_clip(clips: dict[str, Generated], run: str, kernels: dict[str, int]) -> None:
+    assert clips[run].report.components["transformer"].kernels == kernels
+    assert clips[run].quantized == {"transformer": 25, "text_encoder": 8}
+    print(f"{run}: {clips[run].psnr(clips['bf16']):.1f} dB, stock fp8: {clips['stock_fp8'].psnr(clips['bf16']):.1f} dB")
+    assert clips[run].psnr(clips["bf16"]) > 25
+
+
+def test_the_platform_is_cuda_and_ours_is_not_imported() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from vllm_omni.platforms import current_omni_platform as p;"
+        "print(p.is_cuda(), any(m.startswith('vllm_h3_quant.platforms') for m in sys.modules))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert found.stdout.split()[-2:] == ["True", "False"]

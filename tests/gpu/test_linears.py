@@ -1,0 +1,109 @@
+"""The linears at MiniMax-H3's real shapes on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.linear import ColumnParallelLinear
+
+from vllm_h3_quant.config import Method
+from vllm_h3_quant.kernels.gemm import BACKENDS, scaled_gemm_reference
+from vllm_h3_quant.kernels.quantize import quantize_rows_reference
+from vllm_h3_quant.methods.device import FORMATS, device_capability
+from vllm_h3_quant.quant_config import build
+
+# Name, K, N, and the tokens of a four-second clip; AdaLN runs on a few timestep rows.
+SHAPES = {
+    "blocks.0.attn.qkv_proj": (5376, 21504, 32704),
+    "blocks.0.attn.out_proj": (7168, 5376, 32704),
+    "blocks.0.mlp.fc1": (5376, 28672, 4099),
+    "blocks.0.mlp.fc2": (14336, 5376, 4099),
+    "blocks.0.adaln_proj.linear": (2688, 96768, 3),
+    "condition_proj": (5120, 5376, 300),
+    "token_refiner.blocks.0.mlp.fc2": (2520, 24, 17),
+}
+ERROR = {"h3_fp8": 0.05, "h3_int8": 0.017}  # derived in tests/methods/test_linear.py
+METHODS = pytest.mark.parametrize("method", ["h3_fp8", "h3_int8"])
+
+
+@pytest.fixture(autouse=True)
+def engine(one_rank: Any) -> Iterator[None]:
+    with set_current_vllm_config(one_rank), torch.device("cuda"):
+        yield
+
+
+def randn(*shape: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.bfloat16, device="cuda")
+
+
+@METHODS
+@pytest.mark.parametrize("name", SHAPES)
+def test_real_shapes(method: str, name: str) -> None:
+    k, n, tokens = SHAPES[name]
+    layer = ColumnParallelLinear(
+        k, n, bias=True, params_dtype=torch.bfloat16, quant_config=build(method, where="test"), prefix=name,
+        return_bias=False,
+    )  # fmt: skip
+    layer.quant_method.watch_bias(layer)
+    weight, bias = randn(n, k, seed=1) * k**-0.5, randn(n, seed=2)
+    layer.bias.weight_loader(layer.bias, bias.cpu())
+    layer.weight.weight_loader(layer.weight, weight.cpu())
+    x = randn(tokens, k, seed=3)
+    x[:, :: k // 7] *= 30  # outlier channels
+    out = layer(x)
+
+    fmt, rotation = FORMATS[Method(method)], layer.quant_method.rotation
+    codes, scale = quantize_rows_reference(weight, fmt, rotation=rotation)
+    assert torch.equal(layer.weight[:k, :n].t().contiguous().view(torch.uint8), codes.view(torch.uint8))
+    assert torch.equal(layer.weight_scale[:, :n].t(), scale)
+
+    rows = torch.randint(tokens, (257,), generator=torch.Generator("cuda").manual_seed(4))
+    x_codes, x_scale = quantize_rows_reference(x[rows], fmt, rotation=rotation)
+    same = (x_codes.double() @ codes.double().t()) * x_scale.double() * scale.double().t() + bias.double()
+    # The product of the same codes: one bf16 rounding is 2^-9 at most; fast accumulation adds 0.35% (docs).
+    assert relative(out[rows], same) < (0.006 if method == "h3_fp8" else 0.003)
+    if method == "h3_int8" and rotation < 128:
+        return  # too narrow a rotation for the outliers: the bound below does not hold
+    exact = x[rows].double() @ weight.double().t() + bias.double()
+    assert relative(out[rows], exact) < ERROR[method]
+
+
+def relative(x: torch.Tensor, reference: torch.Tensor) -> float:
+    return float((x.double() - reference).norm() / reference.norm())
+
+
+@METHODS
+@pytest.mark.parametrize("tokens", [0, 1, 16, 17, 33])
+def test_few_tokens(method: str, tokens: int) -> None:
+    layer = ColumnParallelLinear(
+        256, 48, bias=False, params_dtype=torch.bfloat16, quant_config=build(method, where="test"),
+        prefix="condition_proj", return_bias=False,
+    )  # fmt: skip
+    weight = randn(48, 256, seed=1)
+    layer.weight.weight_loader(layer.weight, weight)
+    x = randn(tokens, 256, seed=2)
+    out = layer(x)
+    assert out.shape == (tokens, 48)
+    if tokens:
+        assert relative(out, x.double() @ weight.double().t()) < ERROR[method]
+
+
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.capabilities], ids=lambda b: b.name)
+def test_every_backend_of_this_gpu_gives_the_reference(backend: Any) -> None:
+    if backend.refusal(device_capability()):
+        pytest.skip(str(backend.refusal(device_capability())))
+    a, scale_a = quantize_rows_reference(randn(513, 5376, seed=1), backend.fmt)
+    b, scale_b = quantize_rows_reference(randn(1040, 5376, seed=2), backend.fmt)
+    bias = randn(1040, seed=3)
+    out = backend.run(a, b.t(), scale_a, scale_b.t(), bias, torch.bfloat16)
+    if backend.fmt.dtype is torch.int8:
+        product = (a.double() @ b.double().t()).float()
+        expected = product * scale_a * scale_b.t() + bias.float()
+    else:
+        expected = scaled_gemm_reference(a, b.t(), scale_a, scale_b.t(), bias, torch.float32)
+    assert relative(out, expected.double()) < 0.006
