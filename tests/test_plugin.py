@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 
@@ -30,6 +31,20 @@ def test_importing_the_plugin_brings_neither_torch_nor_vllm() -> None:
     code = "import sys, vllm_h3_quant.plugin; print(sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'vllm'}))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.strip() == "[]"
+
+
+def test_registering_does_not_touch_the_loader() -> None:
+    """Models of other methods start as if the package were not installed."""
+    code = (
+        "import sys; from vllm_h3_quant.plugin import register_general; register_general();"
+        "print([m for m in ('vllm_omni.diffusion.model_loader.diffusers_loader', 'vllm_h3_quant.methods')"
+        " if m in sys.modules])"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "VLLM_H3_QUANT_REPORT"}
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120, env=environment
+    )
+    assert found.stdout.splitlines()[-1] == "[]"
 
 
 def test_registering_twice_is_registering_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from vllm_h3_quant.methods.device import backend_for
 from vllm_h3_quant.methods.fp8 import H3Fp8LinearMethod
 from vllm_h3_quant.methods.int8 import H3Int8LinearMethod
 from vllm_h3_quant.methods.scope import first_match, role_of
-from vllm_h3_quant.upstream import preflight
+from vllm_h3_quant.upstream import factory, model_loader, preflight
 
 logger = get_logger(__name__)
 
@@ -112,9 +113,15 @@ def build(method: str, options: Mapping[str, Any] | None = None, *, where: str) 
     parsed = parse(name, keys, where=where)
     if names.normalize(method) != name:
         logger.info("%s: %s is served by %s (%s)", where, method, name, names.REPLACE_VARIABLE)
-    preflight.check()
+    check_upstream()
     backend_for(parsed.method)
     return H3QuantConfig(parsed, where=where)
+
+
+@cache
+def check_upstream() -> None:
+    """Refuse, once a process, to work with a vLLM-Omni whose patched symbols have moved."""
+    preflight.require((*factory.SYMBOLS, *model_loader.SYMBOLS))
 
 
 def _rebuild(options: dict[str, Any], where: str) -> H3QuantConfig:

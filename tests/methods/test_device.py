@@ -12,20 +12,25 @@ from vllm_h3_quant.config import Method
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.gemm import BACKENDS, select
 from vllm_h3_quant.methods.device import FORMATS, backend_for
-from vllm_h3_quant.quant_config import MIN_CAPABILITY, build
+from vllm_h3_quant.quant_config import MIN_CAPABILITY, build, check_upstream
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
+    check_upstream()  # imports the engine as on the device that is really here
     backend_for.cache_clear()
     yield
     backend_for.cache_clear()
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
+def pretend(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int] | None) -> None:
     cls = type(current_platform)
-    monkeypatch.setattr(cls, "get_device_capability", classmethod(lambda c, i=0: DeviceCapability(*capability)))
-    monkeypatch.setattr(cls, "get_device_name", classmethod(lambda c, i=0: name))
+    monkeypatch.setattr(cls, "is_cpu", lambda self: False)
+    monkeypatch.setattr(cls, "is_cuda", lambda self: capability is not None)
+    monkeypatch.setattr(
+        cls, "get_device_capability", classmethod(lambda c, device_id=0: DeviceCapability(*capability or (9, 4)))
+    )
+    monkeypatch.setattr(cls, "get_device_name", classmethod(lambda c, device_id=0: name))
 
 
 @pytest.mark.parametrize(
@@ -57,3 +62,10 @@ def test_minimum_capability_is_that_of_the_table(method: Method) -> None:
     lowest = min(b.capabilities[0] for b in BACKENDS if b.fmt is FORMATS[method] and b.capabilities)
     assert MIN_CAPABILITY[method] == lowest[0] * 10 + lowest[1]
     assert select(FORMATS[method], lowest)
+
+
+def test_other_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ROCm device reports a capability too, and has another e4m3."""
+    pretend(monkeypatch, "AMD Instinct MI300X", None)
+    with pytest.raises(H3QuantError, match=r"NVIDIA GPUs .* not on AMD Instinct MI300X"):
+        build("h3_fp8", where="test")

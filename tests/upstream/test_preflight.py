@@ -9,20 +9,22 @@ import pytest
 
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.plugin import register
-from vllm_h3_quant.quant_config import build
-from vllm_h3_quant.upstream import preflight
+from vllm_h3_quant.quant_config import build, check_upstream
+from vllm_h3_quant.upstream import cpu_linear, factory, model_loader, preflight, sdpa
+
+SYMBOLS = (*factory.SYMBOLS, *model_loader.SYMBOLS, *cpu_linear.SYMBOLS, *sdpa.SYMBOLS)
 
 register()
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    preflight.check.cache_clear()
+    check_upstream.cache_clear()
     yield
-    preflight.check.cache_clear()
+    check_upstream.cache_clear()
 
 
-@pytest.mark.parametrize("symbol", preflight.SYMBOLS, ids=lambda symbol: symbol.path)
+@pytest.mark.parametrize("symbol", SYMBOLS, ids=lambda symbol: symbol.path)
 def test_installed_versions_have_every_symbol(symbol: preflight.Symbol) -> None:
     assert preflight.problem(symbol) is None
 
@@ -41,17 +43,29 @@ def test_a_symbol_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_parameter_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_omni.quantization import factory
+    from vllm_omni.quantization import factory as upstream_factory
 
-    monkeypatch.setattr(factory, "_build_single", lambda name: None)
+    monkeypatch.setattr(upstream_factory, "_build_single", lambda name: None)
     with pytest.raises(H3QuantError, match="_build_single takes no method, kwargs any more"):
-        preflight.check()
+        check_upstream()
+
+
+def test_other_models_start_when_a_symbol_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_omni.quantization import build_quant_config
+    from vllm_omni.quantization import factory as upstream_factory
+
+    monkeypatch.setattr(factory, "_installed", False)
+    monkeypatch.delattr(upstream_factory, "_build_component_config")
+    register()
+    assert build_quant_config("fp8").get_name() == "fp8"
+    with pytest.raises(H3QuantError, match="_build_component_config is gone"):
+        build_quant_config("h3_fp8")
 
 
 def test_the_engines_own_methods_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_omni.quantization import build_quant_config
 
-    monkeypatch.setattr(preflight, "SYMBOLS", (preflight.Symbol("vllm", "vllm.nowhere", "nothing"),))
+    monkeypatch.setattr(factory, "SYMBOLS", (preflight.Symbol("vllm", "vllm.nowhere", "nothing"),))
     assert build_quant_config("fp8").get_name() == "fp8"
     with pytest.raises(H3QuantError, match=r"vllm\.nowhere\.nothing is gone"):
         build_quant_config("h3_fp8")

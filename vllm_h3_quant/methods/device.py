@@ -15,9 +15,19 @@ FORMATS: dict[Method, CodeFormat] = {Method.FP8: FP8, Method.INT8: INT8}
 
 
 def device_capability() -> Capability | None:
-    """Compute capability of the current CUDA device; None on the CPU platform. Does not start CUDA."""
+    """Compute capability of the current CUDA device; None on the CPU platform. Does not start CUDA.
+
+    Raises:
+        H3QuantError: the platform is neither.
+    """
+    if current_platform.is_cpu():
+        return None
+    if not current_platform.is_cuda():
+        raise H3QuantError(
+            f"the methods of this package run on NVIDIA GPUs and on the CPU reference platform, not on {device_name()}"
+        )
     capability = current_platform.get_device_capability()
-    return None if capability is None else (capability.major, capability.minor)
+    return capability.major, capability.minor
 
 
 def device_name() -> str:

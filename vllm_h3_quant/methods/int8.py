@@ -23,11 +23,6 @@ class H3Int8LinearMethod(H3LinearMethod):
             return 0
         group = largest_group(input_size, wanted)
         if group != wanted:
-            logger.info_once(
-                "rotation=%d does not divide %d inputs (first seen at %s): %s",
-                wanted,
-                input_size,
-                self.name,
-                f"groups of {group} there" if group else "no rotation there",
-            )
+            found = f"groups of {group}" if group else "no rotation"
+            logger.info_once("rotation=%d does not divide %d inputs: %s there", wanted, input_size, found)
         return group

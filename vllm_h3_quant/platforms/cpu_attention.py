@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from vllm_omni.diffusion.attention.backends.sdpa import SDPABackend, SDPAImpl
 
-from vllm_h3_quant.upstream.sdpa import run_sdpa
+from vllm_h3_quant.upstream.sdpa import check_sdpa, run_sdpa
 
 
 class CpuSDPAImpl(SDPAImpl):
@@ -22,4 +22,5 @@ class CpuSDPABackend(SDPABackend):
 
     @staticmethod
     def get_impl_cls() -> type[CpuSDPAImpl]:
+        check_sdpa()
         return CpuSDPAImpl

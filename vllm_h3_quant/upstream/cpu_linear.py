@@ -9,9 +9,19 @@ what ``UnquantizedLinearMethod.process_weights_after_loading`` calls on a CPU.
 
 from __future__ import annotations
 
+from vllm_h3_quant.upstream.preflight import Symbol, require
+
+_MODULE = "vllm.model_executor.layers.utils"
+SYMBOLS = (
+    Symbol("vllm", _MODULE, "dispatch_cpu_unquantized_gemm", ("layer", "remove_weight")),
+    Symbol("vllm", _MODULE, "cpu_unquantized_gemm"),
+    Symbol("vllm", _MODULE, "default_unquantized_gemm"),
+)
+
 
 def keep_plain_weights() -> None:
     """Make unquantized linears on the CPU call ``F.linear`` on ``layer.weight``."""
+    require(SYMBOLS)
     from vllm.model_executor.layers import utils
 
     utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: None

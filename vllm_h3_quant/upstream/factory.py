@@ -18,6 +18,16 @@ from typing import Any
 
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
+from vllm_h3_quant.upstream.preflight import Symbol, problem
+
+_MODULE = "vllm_omni.quantization.factory"
+SYMBOLS = (
+    Symbol("vllm-omni", _MODULE, "_is_per_component_dict", ("spec",)),
+    Symbol("vllm-omni", _MODULE, "_build_component_config", ("spec",)),
+    Symbol("vllm-omni", _MODULE, "_build_single", ("method", "kwargs")),
+    Symbol("vllm-omni", _MODULE, "register_quantization_override", ("method", "builder")),
+)
+
 Builder = Callable[..., QuantizationConfig]
 _installed = False
 
@@ -36,9 +46,13 @@ def route(
     claims_name: Callable[[str], bool],
     build_named: Builder,
 ) -> None:
-    """Send mappings that ``claims`` accepts and names that ``claims_name`` accepts to our builders."""
+    """Send mappings that ``claims`` accepts and names that ``claims_name`` accepts to our builders.
+
+    Where a symbol has moved nothing is routed: other models start as ever, and our own builders, which
+    are registered by name, refuse.
+    """
     global _installed
-    if _installed:
+    if _installed or any(map(problem, SYMBOLS)):
         return
     from vllm_omni.quantization import factory
 

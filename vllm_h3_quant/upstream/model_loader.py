@@ -16,6 +16,17 @@ from typing import Any
 
 from torch.nn import Module
 
+from vllm_h3_quant.upstream.preflight import Symbol
+
+SYMBOLS = (
+    Symbol(
+        "vllm-omni",
+        "vllm_omni.diffusion.model_loader.diffusers_loader",
+        "DiffusersPipelineLoader.load_weights",
+        ("self", "model"),
+    ),
+)
+
 Hook = Callable[[Any, Module], None]
 _ORIGINAL = "_h3_quant_original"
 

@@ -1,15 +1,15 @@
 """Refuses to start when a symbol this package relies on has moved.
 
-The table names each symbol and the parameters it is used with. It is read when a method of this
-package is asked for, never for other models.
+Each module of this folder lists its symbols with the parameters they are used with, and they are checked
+before the first use: when a method of this package is asked for, never for other models.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from importlib.metadata import version
 
 from vllm_h3_quant.errors import H3QuantError
@@ -38,28 +38,21 @@ class Symbol:
         return f"{self.module}.{self.name}"
 
 
-SYMBOLS: tuple[Symbol, ...] = (
-    Symbol("vllm-omni", "vllm_omni.quantization.factory", "_is_per_component_dict", ("spec",)),
-    Symbol("vllm-omni", "vllm_omni.quantization.factory", "_build_component_config", ("spec",)),
-    Symbol("vllm-omni", "vllm_omni.quantization.factory", "_build_single", ("method", "kwargs")),
-    Symbol("vllm-omni", "vllm_omni.quantization", "register_quantization_override", ("method", "builder")),
-    Symbol(
-        "vllm-omni",
-        "vllm_omni.diffusion.model_loader.diffusers_loader",
-        "DiffusersPipelineLoader.load_weights",
-        ("self", "model"),
-    ),
-    Symbol("vllm", "vllm.model_executor.layers.linear", "LinearMethodBase.apply", ("layer", "x", "bias")),
-)
-
-
 def problem(symbol: Symbol) -> str | None:
-    """What is wrong with a symbol in this environment, or None."""
+    """What is wrong with a symbol in this environment, or None.
+
+    An error inside the module's own import is raised as it is: the symbol has not moved.
+    """
     try:
         found = importlib.import_module(symbol.module)
+    except ModuleNotFoundError as error:
+        if error.name and symbol.module.startswith(error.name):
+            return "is gone"
+        return f"needs the module {error.name}, which is not installed"
+    try:
         for part in symbol.name.split("."):
             found = getattr(found, part)
-    except (ImportError, AttributeError):
+    except AttributeError:
         return "is gone"
     if symbol.parameters:
         # A wrapper of ours stands for the function it wraps.
@@ -70,14 +63,13 @@ def problem(symbol: Symbol) -> str | None:
     return None
 
 
-@cache
-def check() -> None:
-    """Check every symbol once a process.
+def require(symbols: Iterable[Symbol]) -> None:
+    """Check symbols before they are used.
 
     Raises:
-        H3QuantError: the first symbol that moved, with the installed and the supported version.
+        H3QuantError: the first one that moved, with the installed and the supported version.
     """
-    for symbol in SYMBOLS:
+    for symbol in symbols:
         wrong = problem(symbol)
         if wrong:
             raise H3QuantError(

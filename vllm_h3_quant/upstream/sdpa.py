@@ -12,6 +12,22 @@ from typing import Any
 
 import torch
 
+from vllm_h3_quant.upstream.preflight import Symbol, require
+
+SYMBOLS = (
+    Symbol(
+        "vllm-omni",
+        "vllm_omni.diffusion.attention.backends.sdpa",
+        "SDPAImpl._forward_impl",
+        ("query", "key", "value", "attn_metadata", "mask_mode"),
+    ),
+)
+
+
+def check_sdpa() -> None:
+    """Refuse to build the backend when its body has moved."""
+    require(SYMBOLS)
+
 
 def run_sdpa(
     impl: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_metadata: object
