@@ -107,6 +107,30 @@ def test_one_unquantized_weight_at_a_time(load_pipeline: Load, monkeypatch: pyte
     assert 1 <= most <= 2
 
 
+def test_a_layer_waits_for_its_bias_in_whatever_order(load_pipeline: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read backwards, the checkpoint has each bias behind its weight: the layer then waits for it."""
+    from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
+
+    forwards = DiffusersPipelineLoader.get_all_weights
+    process = H3LinearMethod.process_weights_after_loading
+    biases: dict[str, torch.Tensor] = {}
+
+    def backwards(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return reversed(list(forwards(self, *args, **kwargs)))
+
+    def observed(self: Any, layer: Any) -> None:
+        if getattr(layer, "bias", None) is not None and self.name not in biases:
+            biases[self.name] = layer.bias.detach().clone()
+        process(self, layer)
+
+    monkeypatch.setattr(DiffusersPipelineLoader, "get_all_weights", backwards)
+    monkeypatch.setattr(H3LinearMethod, "process_weights_after_loading", observed)
+    transformer = load_pipeline("h3_fp8").transformer
+    assert len(biases) == 5
+    for name, bias in biases.items():
+        assert torch.equal(transformer.get_submodule(name).bias, bias), f"{name} was quantized before its bias came"
+
+
 def test_codes_are_those_of_the_checkpoint(load_pipeline: Load, tiny_h3: Path) -> None:
     """qkv rows are grouped by head in the file and by q, k, v in the model; scales follow them."""
     tensors = checkpoint(tiny_h3)
