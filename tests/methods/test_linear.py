@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -124,6 +125,17 @@ def test_casts_leave_codes_and_scales_alone(method: str) -> None:
     assert layer.weight_scale.dtype is torch.float32
     assert layer.weight.element_size() == 1
     assert torch.equal(layer(x), before)
+
+
+@METHODS
+def test_a_quantized_layer_can_be_copied(method: str) -> None:
+    layer, _, _ = filled(method, 256, 48, bias=True)
+    x = randn(4, 256, seed=3)
+    other = copy.deepcopy(layer)
+    layer.weight_scale.data.zero_()
+    other.to(torch.bfloat16)
+    assert other.weight_scale.dtype is torch.float32
+    assert other(x).abs().sum() > layer(x).abs().sum(), "the copy shares no storage"
 
 
 @METHODS

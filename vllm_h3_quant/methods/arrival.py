@@ -52,7 +52,7 @@ class Arrival:
         on_tensor: Callable[[Module, str, torch.Tensor], None],
         on_complete: Callable[[Module], None],
     ) -> None:
-        self._layer = weakref.ref(layer)
+        self._layer: weakref.ref[Module] | None = weakref.ref(layer)
         self.name = name
         self.on_tensor = on_tensor
         self.on_complete = on_complete
@@ -63,15 +63,15 @@ class Arrival:
 
     @property
     def layer(self) -> Module:
-        layer = self._layer()
+        layer = self._layer() if self._layer else None
         assert layer is not None, f"{self.name} was dropped while its tensors arrive"
         return layer
 
     def watch(self, param_name: str) -> None:
         """Count ``param_name`` from now on; the layer is not complete before it is full."""
-        param = getattr(self.layer, param_name)
         if self.complete or param_name in self._missing:
             return
+        param = getattr(self.layer, param_name)
         self._missing[param_name] = param.numel()
         load = param.weight_loader
 
@@ -109,7 +109,8 @@ class Arrival:
         self._missing[param_name] -= copied.count
         if not any(self._missing.values()):
             self.complete = True
-            self.on_complete(self.layer)
+            layer, self._layer = self.layer, None  # a complete layer can be copied, a weak reference cannot
+            self.on_complete(layer)
 
     def _materialize(self, param_name: str) -> Parameter:
         param = getattr(self.layer, param_name)

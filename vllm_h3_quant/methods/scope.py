@@ -36,17 +36,17 @@ class Role:
 
 
 ROLES: tuple[Role, ...] = (
-    Role(TRANSFORMER, r"blocks\.\d+\.attn\.(qkv_proj|out_proj)", True, "a quarter of a block's linear FLOPs"),
-    Role(TRANSFORMER, r"blocks\.\d+\.mlp\.(fc1|fc2)", True, "most of a block's linear FLOPs"),
+    Role(TRANSFORMER, r"blocks\.\d+\.attn\.(qkv_proj|out_proj)", True, "40% of a block's linear FLOPs"),
+    Role(TRANSFORMER, r"blocks\.\d+\.mlp\.(fc1|fc2)", True, "60% of a block's linear FLOPs"),
     Role(TRANSFORMER, r"blocks\.\d+\.adaln_proj\.linear", True, "40% of the DiT's bytes", adaln=True),
     Role(TRANSFORMER, r"final_layer\.adaln_proj\.linear", True, "same input as the blocks' AdaLN", adaln=True),
     Role(
         TRANSFORMER,
         r"token_refiner\.blocks\.\d+\.(attn\.(qkv_proj|out_proj)|mlp\.(fc1|fc2))",
         True,
-        "block-sized",
+        "as large as a block's, on text tokens",
     ),
-    Role(TRANSFORMER, r"condition_proj", True, "block-sized, once a step"),
+    Role(TRANSFORMER, r"condition_proj", True, "text features into the DiT, once a step"),
     Role(
         TRANSFORMER,
         r"blocks\.\d+\.attn\.to_gate_compress",
@@ -60,13 +60,13 @@ ROLES: tuple[Role, ...] = (
         TEXT_ENCODER,
         r"text_encoder\.text_model\.layers\.\d+\.self_attn\.(qkv_proj|o_proj)",
         True,
-        "most bytes",
+        "the rest of the text decoder's bytes",
     ),
     Role(
         TEXT_ENCODER,
         r"text_encoder\.text_model\.layers\.\d+\.mlp\.(gate_up_proj|down_proj)",
         True,
-        "most bytes",
+        "most of the text decoder's bytes",
     ),
 )
 
