@@ -25,6 +25,7 @@ def fresh() -> Iterator[None]:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int] | None) -> None:
     cls = type(current_platform)
+    monkeypatch.setattr(cls, "import_kernels", classmethod(lambda c: None))
     monkeypatch.setattr(cls, "is_cpu", lambda self: False)
     monkeypatch.setattr(cls, "is_cuda", lambda self: capability is not None)
     monkeypatch.setattr(

@@ -44,6 +44,8 @@ def backend_for(method: Method) -> Backend:
             that the device does serve.
     """
     capability = device_capability()
+    if capability is not None:
+        current_platform.import_kernels()  # backends ask whether vLLM's extension is there
     try:
         return select(FORMATS[method], capability)
     except NoBackend as error:
