@@ -44,7 +44,6 @@ def test_forms(spec: dict[str, Any], transformer: str | None, text_encoder: str 
 def test_names_end_at_a_dot() -> None:
     config = build_quant_config({"transformer": "h3_fp8", "text_encoder": "h3_int8"})
     assert config.resolve("transformer.blocks.0") is config.resolve("transformer")
-    assert config.resolve("transformer_ref") is config.resolve("transformer")
     assert config.resolve("transformer_2") is None
     assert config.resolve("text_encoder_2.layers.0") is None
 
@@ -80,7 +79,8 @@ def test_mappings_without_our_methods_stay_upstreams() -> None:
         ({"transformer": "h3_fp8", "txt_encoder": None}, ["'txt_encoder'", "did you mean 'text_encoder'"]),
         ({"transformer": {"method": "h3_fp9"}}, ["component 'transformer'", "'h3_fp9'", "did you mean 'h3_fp8'"]),
         ({"text_encoder": {"method": "h3_int8", "rotatoin": 4}}, ["'text_encoder'", "did you mean 'rotation'"]),
-        ({"transformer": "h3_fp8", "vae": "h3_fp8"}, ["'vae'", "checkpoint precision"]),
+        ({"transformer": "h3_fp8", "vae": "h3_fp8"}, ["'vae'", "remote code of the checkpoint"]),
+        ({"transformer": {"method": "h3_fp8", "quant_method": "h3_int8"}}, ["'transformer'", "'quant_method'"]),
         ({"transformer": "h3_fp8", "text_encoder": {"rotation": 4}}, ["'text_encoder'", "'method'"]),
     ],
 )

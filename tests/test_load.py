@@ -191,6 +191,12 @@ class TestRefusals:
         with pytest.raises(H3QuantError, match=r"'blocks\.0\.attn\.q_proj' .*did you mean 'blocks\.0\.attn\.qkv_proj'"):
             load_pipeline(config)
 
+    def test_an_entry_with_its_component_in_front(self, load_pipeline: Load) -> None:
+        """By spelling alone the nearest name is in the token refiner."""
+        config = {"method": "h3_fp8", "ignored_layers": ["transformer.blocks.*.attn"]}
+        with pytest.raises(H3QuantError, match=r"did you mean 'blocks\.\*\.attn'\?"):
+            load_pipeline(config)
+
     def test_an_entry_inside_another_component(self, load_pipeline: Load) -> None:
         config = {"text_encoder": {"method": "h3_fp8", "ignored_layers": ["blocks.0.attn"]}}
         with pytest.raises(H3QuantError, match=r"component 'text_encoder'.*'blocks\.0\.attn' matches no linear"):

@@ -16,13 +16,11 @@ from vllm_omni.quantization import ComponentQuantizationConfig, build_quant_conf
 
 from vllm_h3_quant import load_session, names
 from vllm_h3_quant.errors import H3QuantError, unknown
-from vllm_h3_quant.methods.scope import TEXT_ENCODER, TRANSFORMER
+from vllm_h3_quant.methods.scope import TEXT_ENCODER, TRANSFORMER, UNREACHED_COMPONENTS
 from vllm_h3_quant.quant_config import H3QuantConfig, build
 
 QUANTIZABLE: tuple[str, ...] = (TRANSFORMER, TEXT_ENCODER)
 DEFAULT = "default"
-UNQUANTIZABLE: tuple[str, ...] = ("vae", "video_vae", "audio_vae")
-"""Components that exist and take no configuration; null is accepted for them."""
 
 WHERE = "quantization config"
 
@@ -31,15 +29,8 @@ class H3ComponentConfig(ComponentQuantizationConfig):
     """Configurations by component name."""
 
     def resolve(self, prefix: str) -> QuantizationConfig | None:
-        """The configuration of a component, or of a layer by its dotted name.
-
-        ``transformer_ref``, the second DiT of a pipeline with both, follows ``transformer``.
-        """
-        head = prefix.split(".", 1)[0]
-        component = TRANSFORMER if head == f"{TRANSFORMER}_ref" else head
-        if component in self.component_configs:
-            return self.component_configs[component]
-        return self.default_config
+        """The configuration of a component, or of a layer by its dotted name."""
+        return self.component_configs.get(prefix.split(".", 1)[0], self.default_config)
 
     def configs(self) -> Iterable[QuantizationConfig]:
         """Every configuration once."""
@@ -64,11 +55,12 @@ def build_components(spec: Mapping[str, Any]) -> H3ComponentConfig:
     default = None
     for component, value in spec.items():
         where = f"{WHERE}, component {component!r}"
-        if component in UNQUANTIZABLE and value is not None:
+        if component in UNREACHED_COMPONENTS and value is not None:
             raise H3QuantError(
-                f"{where}: stays at checkpoint precision; set it to null or quantize {' or '.join(QUANTIZABLE)}"
+                f"{where}: cannot be quantized ({UNREACHED_COMPONENTS[component]}); set it to null or quantize"
+                f" {' or '.join(QUANTIZABLE)}"
             )
-        if component not in (*QUANTIZABLE, DEFAULT, *UNQUANTIZABLE):
+        if component not in (*QUANTIZABLE, DEFAULT, *UNREACHED_COMPONENTS):
             raise unknown("component", component, (*QUANTIZABLE, DEFAULT), where=WHERE)
         config = _build_one(value, where)
         if component == DEFAULT:
@@ -86,6 +78,7 @@ def _build_one(value: object, where: str) -> QuantizationConfig | None:
         raise H3QuantError(f"{where}: {value!r} is not a method name, a mapping with 'method', or null")
     if not names.looks_ours(method):
         return build_quant_config(value)
-    given = value if isinstance(value, Mapping) else {}
-    options = {key: option for key, option in given.items() if key not in ("method", "quant_method")}
+    options = dict(value) if isinstance(value, Mapping) else {}
+    # Only one of the two: a second one is then an unknown key.
+    options.pop("method" if "method" in options else "quant_method", None)
     return build(method, options, where=where)

@@ -14,7 +14,7 @@ from vllm_h3_quant import report
 from vllm_h3_quant.errors import H3QuantError, nearest
 from vllm_h3_quant.log import get_logger
 from vllm_h3_quant.methods.base import H3LinearMethod
-from vllm_h3_quant.methods.scope import TEXT_ENCODER, parents
+from vllm_h3_quant.methods.scope import TEXT_ENCODER, TRANSFORMER, matches, parents
 from vllm_h3_quant.survey import survey
 from vllm_h3_quant.upstream.model_loader import around_load_weights
 
@@ -91,7 +91,14 @@ def _check_reached(config: AskedConfig) -> None:
 def _check_entries(config: AskedConfig) -> None:
     for entry in config.ignored_layers:
         if entry not in config.matched:
-            names = dict.fromkeys(parent for name in config.seen for parent in parents(name))
-            close = nearest(entry, names)
+            close = _nearest_entry(entry, config.seen)
             hint = f"did you mean {close!r}?" if close else f"a name is for example {config.seen[0]!r}"
             raise H3QuantError(f"{config.where}: ignored_layers entry {entry!r} matches no linear; {hint}")
+
+
+def _nearest_entry(entry: str, seen: Sequence[str]) -> str | None:
+    # The DiT's names have no component in front, which is the likeliest slip.
+    bare = entry.removeprefix(f"{TRANSFORMER}.")
+    if any(matches(name, bare) for name in seen):
+        return bare
+    return nearest(entry, dict.fromkeys(parent for name in seen for parent in parents(name)))

@@ -18,7 +18,7 @@ from vllm_h3_quant.methods.base import H3LinearMethod
 from vllm_h3_quant.methods.device import backend_for
 from vllm_h3_quant.methods.fp8 import H3Fp8LinearMethod
 from vllm_h3_quant.methods.int8 import H3Int8LinearMethod
-from vllm_h3_quant.methods.scope import first_match, role_of
+from vllm_h3_quant.methods.scope import matches, role_of
 from vllm_h3_quant.upstream import factory, model_loader, preflight
 
 logger = get_logger(__name__)
@@ -93,11 +93,9 @@ class H3QuantConfig(QuantizationConfig):
                 " use the engine's own fp8 or int8 for other models"
             )
         self.seen.append(prefix)
-        entry = first_match(prefix, self.options.ignored_layers)
-        if entry is not None:
-            self.matched.update(e for e in self.options.ignored_layers if first_match(prefix, [e]))
-            return UnquantizedLinearMethod()
-        if not role.quantized or (role.adaln and self.options.adaln == "keep"):
+        ignored_by = {entry for entry in self.options.ignored_layers if matches(prefix, entry)}
+        self.matched |= ignored_by
+        if ignored_by or not role.quantized or (role.adaln and self.options.adaln == "keep"):
             return UnquantizedLinearMethod()
         return LINEAR_METHODS[self.options.method](self.options, prefix)
 

@@ -9,7 +9,7 @@ import pytest
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
 from vllm_h3_quant.methods.base import H3LinearMethod
-from vllm_h3_quant.methods.scope import ROLES, first_match, parents, role_of
+from vllm_h3_quant.methods.scope import ROLES, matches, parents, role_of
 
 
 def test_every_linear_of_the_model_has_a_role(load_pipeline: Callable[..., Any]) -> None:
@@ -41,7 +41,7 @@ def test_names_of_no_role(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "matches"),
+    ("entry", "expected"),
     [
         ("blocks.1.attn.qkv_proj", True),
         ("blocks.1.attn", True),
@@ -58,13 +58,13 @@ def test_names_of_no_role(name: str) -> None:
         ("attn", False),
     ],
 )
-def test_entries_match_whole_names_and_parents(entry: str, matches: bool) -> None:
-    assert (first_match("blocks.1.attn.qkv_proj", [entry]) is not None) is matches
+def test_entries_match_whole_names_and_parents(entry: str, expected: bool) -> None:
+    assert matches("blocks.1.attn.qkv_proj", entry) is expected
 
 
 def test_a_block_is_not_the_prefix_of_another() -> None:
-    assert first_match("blocks.12.mlp.fc1", ["blocks.1"]) is None
-    assert first_match("token_refiner.blocks.1.mlp.fc1", ["blocks.1"]) is None
+    assert not matches("blocks.12.mlp.fc1", "blocks.1")
+    assert not matches("token_refiner.blocks.1.mlp.fc1", "blocks.1")
 
 
 def test_parents_are_dotted() -> None:

@@ -3,13 +3,15 @@
 Names are those that vLLM-Omni gives to a linear: the DiT's without a component in front
 (``blocks.0.attn.qkv_proj``), the text decoder's with it
 (``text_encoder.text_model.layers.0.mlp.down_proj``).
+
+What never asks for a method: norms and RoPE are elementwise, and their few bytes set the scale of all
+that follows; embeddings are a lookup; the text encoder's vision tower is made of plain torch linears.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 TRANSFORMER = "transformer"
@@ -70,13 +72,9 @@ ROLES: tuple[Role, ...] = (
     ),
 )
 
-UNREACHED: dict[str, str] = {
-    "norms and rope": "elementwise; their few bytes set the scale of everything after them",
-    "text_encoder vision tower": "plain torch linears that take no quantization method",
-    "text_encoder embeddings": "a lookup, no product",
-    "video_vae and audio_vae": "remote code of the checkpoint, convolutions, decoded once a request",
-}
-"""Parts of the pipeline that hold no vLLM linear and stay at checkpoint precision."""
+_VAE = "remote code of the checkpoint, convolutions, run once a request"
+UNREACHED_COMPONENTS: dict[str, str] = {"vae": _VAE, "video_vae": _VAE, "audio_vae": _VAE}
+"""Components of the pipeline that hold no vLLM linear, and why they stay as they are."""
 
 
 def role_of(name: str) -> Role | None:
@@ -93,10 +91,6 @@ def parents(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
-def first_match(name: str, entries: Iterable[str]) -> str | None:
-    """The first entry that is ``name``, a dotted parent of it, or a pattern over either."""
-    candidates = parents(name)
-    for entry in entries:
-        if any(fnmatch.fnmatchcase(candidate, entry) for candidate in candidates):
-            return entry
-    return None
+def matches(name: str, entry: str) -> bool:
+    """Whether ``entry`` is ``name``, a dotted parent of it, or a pattern over either."""
+    return any(fnmatch.fnmatchcase(candidate, entry) for candidate in parents(name))
