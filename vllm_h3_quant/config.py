@@ -64,11 +64,6 @@ class H3QuantOptions(BaseModel):
             raise ValueError(f"expected 0 or a power of two from 2 to {MAX_ROTATION}, nearest is {below}")
         return value
 
-    def as_quantization_config(self) -> dict[str, Any]:
-        """The JSON form, with upstream's key ``quant_method``; ``parse(**result)`` gives it back."""
-        data = self.model_dump(mode="json")
-        return {"quant_method": data.pop("method"), **data}
-
 
 PRESETS: dict[Method, dict[str, Any]] = {
     Method.FP8: {},

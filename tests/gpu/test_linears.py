@@ -15,6 +15,7 @@ from vllm_h3_quant.kernels.gemm import BACKENDS, scaled_gemm_reference
 from vllm_h3_quant.kernels.quantize import quantize_rows_reference
 from vllm_h3_quant.methods.device import FORMATS, device_capability
 from vllm_h3_quant.quant_config import build
+from vllm_h3_quant.testing.numeric import relative_l2
 
 # Name, K, N, and the tokens of a four-second clip; AdaLN runs on a few timestep rows.
 SHAPES = {
@@ -67,15 +68,11 @@ def test_real_shapes(method: str, name: str) -> None:
     same = (x_codes.double() @ codes.double().t()) * x_scale.double() * scale.double().t() + bias.double()
     # The product of the same codes: one bf16 rounding, 2^-9 at most; and Hopper keeps about 14 bits of a
     # running FP8 sum (DeepSeek-V3 report, arXiv 2412.19437).
-    assert relative(out[rows], same) < (0.006 if method == "h3_fp8" else 0.003)
+    assert relative_l2(out[rows], same) < (0.006 if method == "h3_fp8" else 0.003)
     if method == "h3_int8" and rotation < 128:
         return  # too narrow a rotation for the outliers: the bound below does not hold
     exact = x[rows].double() @ weight.double().t() + bias.double()
-    assert relative(out[rows], exact) < ERROR[method]
-
-
-def relative(x: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((x.double() - reference).norm() / reference.norm())
+    assert relative_l2(out[rows], exact) < ERROR[method]
 
 
 @METHODS
@@ -91,7 +88,7 @@ def test_few_tokens(method: str, tokens: int) -> None:
     out = layer(x)
     assert out.shape == (tokens, 48)
     if tokens:
-        assert relative(out, x.double() @ weight.double().t()) < ERROR[method]
+        assert relative_l2(out, x.double() @ weight.double().t()) < ERROR[method]
 
 
 @pytest.mark.parametrize("backend", [b for b in BACKENDS if b.capabilities], ids=lambda b: b.name)
@@ -107,4 +104,4 @@ def test_every_backend_of_this_gpu_gives_the_reference(backend: Any) -> None:
         expected = product * scale_a * scale_b.t() + bias.float()
     else:
         expected = scaled_gemm_reference(a, b.t(), scale_a, scale_b.t(), bias, torch.float32)
-    assert relative(out, expected.double()) < 0.006
+    assert relative_l2(out, expected.double()) < 0.006

@@ -19,6 +19,7 @@ from vllm.model_executor.layers.linear import (
 
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.quant_config import H3QuantConfig, build
+from vllm_h3_quant.testing.numeric import relative_l2
 
 METHODS = pytest.mark.parametrize("method", ["h3_fp8", "h3_int8"])
 
@@ -26,10 +27,6 @@ METHODS = pytest.mark.parametrize("method", ["h3_fp8", "h3_int8"])
 # uniform in a relative step of 2^-3..2^-4, RMS 2.6%; INT8 at 4 sigma of 127 steps: RMS 0.9%. Two
 # operands add in squares; a third on top for small samples.
 ERROR = {"h3_fp8": 0.05, "h3_int8": 0.017}
-
-
-def relative(x: torch.Tensor, reference: torch.Tensor) -> float:
-    return float((x.double() - reference.double()).norm() / reference.double().norm())
 
 
 def randn(*shape: int, seed: int = 0, std: float = 1.0) -> torch.Tensor:
@@ -66,7 +63,7 @@ def test_close_to_the_unquantized_product(method: str, cls: Any, bias: bool) -> 
     layer, weight, offset = filled(method, 512, 96, cls=cls, bias=bias)
     x = randn(33, 512, seed=3)
     expected = x.double() @ weight.double().t() + (0 if offset is None else offset.double())
-    assert relative(layer(x), expected) < ERROR[method]
+    assert relative_l2(layer(x), expected) < ERROR[method]
 
 
 @METHODS
@@ -86,7 +83,7 @@ def test_fused_shards_are_independent_of_their_order(method: str) -> None:
     assert torch.equal(layers[0].weight_scale, layers[1].weight_scale)
     x = randn(5, 256, seed=9)
     expected = torch.cat([x.double() @ weights[s].double().t() for s in "qkv"], dim=1)
-    assert relative(layers[0](x)[0], expected) < ERROR[method]
+    assert relative_l2(layers[0](x)[0], expected) < ERROR[method]
 
 
 @METHODS
@@ -101,7 +98,7 @@ def test_merged_halves(method: str) -> None:
     assert not layer.quant_method.arrival.complete
     meta.weight_loader(meta, gate, 0)
     x = randn(5, 256, seed=3)
-    assert relative(layer(x), x.double() @ torch.cat((gate, up)).double().t()) < ERROR[method]
+    assert relative_l2(layer(x), x.double() @ torch.cat((gate, up)).double().t()) < ERROR[method]
 
 
 @METHODS
@@ -147,7 +144,7 @@ def test_input_shapes(method: str, shape: tuple[int, ...]) -> None:
     assert out.shape == (*shape[:-1], 40)
     assert out.dtype is torch.bfloat16
     if x.numel():
-        assert relative(out, x.double() @ weight.double().t() + offset.double()) < ERROR[method]
+        assert relative_l2(out, x.double() @ weight.double().t() + offset.double()) < ERROR[method]
 
 
 @METHODS

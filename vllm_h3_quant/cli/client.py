@@ -21,7 +21,7 @@ class ClipRequest:
 
     Attributes:
         crf: constant rate factor of the server's H.264 encoder, which takes 18 by itself. A comparison of clips
-            wants less: at 18 the encoder's own error is about 37 dB PSNR, as large as that of 8-bit linears.
+            wants less: at 18 the encoder's own error hides that of 8-bit linears.
     """
 
     prompt: str

@@ -59,20 +59,6 @@ def snr_db(audio: torch.Tensor, reference: torch.Tensor) -> float:
     return float(signal_noise_ratio(audio.double().flatten(), reference.double().flatten()))
 
 
-def relative_l2(values: torch.Tensor, reference: torch.Tensor) -> float:
-    """``||v - r||_2 / ||r||_2``, accumulated in fp64.
-
-    Raises:
-        ValueError: the shapes differ, there is nothing to compare, or the reference is all zeros.
-    """
-    _require_same_shape("values", values, reference)
-    wanted = reference.double()
-    norm = float(wanted.norm())
-    if norm == 0:
-        raise ValueError("relative L2 has no meaning against a reference of zeros")
-    return float((values.double() - wanted).norm()) / norm
-
-
 def describe_db(value: float) -> str:
     """``"38.2 dB"``, or ``"identical"`` for infinity."""
     return "identical" if value == math.inf else f"{value:.1f} dB"
