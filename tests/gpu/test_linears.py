@@ -11,7 +11,8 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 
 from vllm_h3_quant.config import Method
-from vllm_h3_quant.kernels.gemm import BACKENDS, scaled_gemm_reference
+from vllm_h3_quant.kernels.gemm import BACKENDS, BF16, FP16, FP32
+from vllm_h3_quant.kernels.gemm_library import scaled_gemm_reference
 from vllm_h3_quant.kernels.quantize import quantize_rows_reference
 from vllm_h3_quant.methods.device import FORMATS, device_capability
 from vllm_h3_quant.quant_config import build
@@ -76,29 +77,57 @@ def test_real_shapes(method: str, name: str) -> None:
 
 
 @METHODS
+@pytest.mark.parametrize(("inputs", "outputs"), [(256, 48), (5376, 1040)])
 @pytest.mark.parametrize("tokens", [0, 1, 16, 17, 33])
-def test_few_tokens(method: str, tokens: int) -> None:
+def test_few_tokens(method: str, tokens: int, inputs: int, outputs: int) -> None:
+    """AdaLN runs on a few rows, for which libraries have other kernels or none."""
     layer = ColumnParallelLinear(
-        256, 48, bias=False, params_dtype=torch.bfloat16, quant_config=build(method, where="test"),
+        inputs, outputs, bias=True, params_dtype=torch.bfloat16, quant_config=build(method, where="test"),
         prefix="condition_proj", return_bias=False,
     )  # fmt: skip
-    weight = randn(48, 256, seed=1)
+    layer.quant_method.watch_bias(layer)
+    weight, bias = randn(outputs, inputs, seed=1), randn(outputs, seed=3)
+    layer.bias.weight_loader(layer.bias, bias)
     layer.weight.weight_loader(layer.weight, weight)
-    x = randn(tokens, 256, seed=2)
+    x = randn(tokens, inputs, seed=2)
     out = layer(x)
-    assert out.shape == (tokens, 48)
+    assert out.shape == (tokens, outputs)
     if tokens:
-        assert relative_l2(out, x.double() @ weight.double().t()) < ERROR[method]
+        assert relative_l2(out, x.double() @ weight.double().t() + bias.double()) < ERROR[method]
 
 
-@pytest.mark.parametrize("backend", [b for b in BACKENDS if b.capabilities], ids=lambda b: b.name)
-def test_every_backend_of_this_gpu_gives_the_reference(backend: Any) -> None:
-    if backend.refusal(device_capability()):
-        pytest.skip(str(backend.refusal(device_capability())))
-    a, scale_a = quantize_rows_reference(randn(513, 5376, seed=1), backend.fmt)
+@METHODS
+def test_past_two_to_the_31_elements(method: str) -> None:
+    """15 seconds through fc1: 3.15e9 outputs, so that 32-bit offsets would wrap."""
+    k, n, tokens = 5376, 28672, 109952
+    layer = ColumnParallelLinear(
+        k, n, bias=False, params_dtype=torch.bfloat16, quant_config=build(method, where="test"),
+        prefix="blocks.0.mlp.fc1", return_bias=False,
+    )  # fmt: skip
+    weight = randn(n, k, seed=1)
+    layer.weight.weight_loader(layer.weight, weight)
+    x = randn(tokens, k, seed=2)
+    out = layer(x)
+    rows = torch.tensor([0, 1, 74898, 74899, 74900, 99999, tokens - 1])  # 74899 * 28672 passes 2^31
+    assert relative_l2(out[rows], x[rows].double() @ weight.double().t()) < ERROR[method]
+
+
+CUDA_BACKENDS = pytest.mark.parametrize("backend", [b for b in BACKENDS if b.capabilities], ids=lambda b: b.name)
+
+
+@CUDA_BACKENDS
+@pytest.mark.parametrize("rows", [1, 16, 17, 40, 513])
+@pytest.mark.parametrize("out_dtype", [BF16, FP16, FP32], ids=str)
+def test_every_backend_gives_the_reference(backend: Any, rows: int, out_dtype: torch.dtype) -> None:
+    """Also those that the table keeps for other GPUs, as far as they run on this one."""
+    capability = device_capability()
+    if backend.missing() or out_dtype not in backend.out_dtypes or capability < backend.capabilities[0] < (10, 0):
+        pytest.skip(str(backend.refusal(capability, out_dtype)))
+    a, scale_a = quantize_rows_reference(randn(rows, 5376, seed=1), backend.fmt)
     b, scale_b = quantize_rows_reference(randn(1040, 5376, seed=2), backend.fmt)
-    bias = randn(1040, seed=3)
-    out = backend.run(a, b.t(), scale_a, scale_b.t(), bias, torch.bfloat16)
+    bias = randn(1040, seed=3) if backend.takes_bias else torch.zeros(1040)
+    out = backend.run(a, b.t(), scale_a, scale_b.t(), bias if backend.takes_bias else None, out_dtype)
+    assert out.dtype is out_dtype
     if backend.fmt.dtype is torch.int8:
         product = (a.double() @ b.double().t()).float()
         expected = product * scale_a * scale_b.t() + bias.float()

@@ -15,7 +15,8 @@ from vllm_h3_quant.kernels.quantize import (
     AMAX_MIN,
     quantize_rows_reference,
     quantize_rows_triton,
-    row_scales,
+    row_divisors,
+    tiles,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,7 +56,9 @@ def test_triton_gives_the_reference_bytes(fmt: CodeFormat, width: int, dtype: to
 
 
 @FORMATS
-@pytest.mark.parametrize(("width", "group"), [(64, 2), (768, 16), (768, 256), (2048, 512)])
+@pytest.mark.parametrize(
+    ("width", "group"), [(64, 2), (768, 16), (768, 64), (768, 256), (1280, 256), (2048, 512), (5376, 256)]
+)
 def test_triton_gives_the_reference_bytes_after_rotation(fmt: CodeFormat, width: int, group: int) -> None:
     x = awkward_rows(width)
     same_bytes(quantize_rows_triton(x, fmt, rotation=group), quantize_rows_reference(x, fmt, rotation=group))
@@ -71,18 +74,23 @@ def test_strided_rows_and_columns(fmt: CodeFormat) -> None:
 
 
 @FORMATS
-def test_given_scales_are_used(fmt: CodeFormat) -> None:
+def test_given_divisors_are_used(fmt: CodeFormat) -> None:
     x = awkward_rows(128)
-    scale = row_scales(x, fmt) * 2
-    same_bytes(quantize_rows_triton(x, fmt, scale=scale.clone()), quantize_rows_reference(x, fmt, scale=scale))
+    for rotation in (0, 32):
+        divisor = row_divisors(x, fmt, rotation=rotation) * 2
+        expected = quantize_rows_reference(x, fmt, rotation=rotation, divisor=divisor)
+        same_bytes(quantize_rows_triton(x, fmt, rotation=rotation, divisor=divisor), expected)
 
 
 @FORMATS
-def test_row_scales_are_those_of_quantize_rows(fmt: CodeFormat) -> None:
+def test_row_divisors_are_those_of_quantize_rows(fmt: CodeFormat) -> None:
     x = awkward_rows(256)
     for rotation in (0, 64):
-        expected = quantize_rows_reference(x, fmt, rotation=rotation)[1]
-        assert torch.equal(row_scales(x, fmt, rotation=rotation).view(torch.int32), expected.view(torch.int32))
+        given = row_divisors(x, fmt, rotation=rotation)
+        same_bytes(
+            quantize_rows_reference(x, fmt, rotation=rotation, divisor=given),
+            quantize_rows_reference(x, fmt, rotation=rotation),
+        )
 
 
 @FORMATS
@@ -126,3 +134,59 @@ def test_error_bound(fmt: CodeFormat, seed: int, width: int, exponent: int) -> N
     error = (codes.double() * scale.double() - x.double()).abs()
     step = 0.5 * scale.double() if fmt is INT8 else torch.maximum(x.double().abs() * 2**-4, scale.double() * 2**-10)
     assert (error <= step * (1 + 2**-20) + x.double().abs() * 2**-22).all()
+
+
+@FORMATS
+def test_divisors_have_16_bits_and_are_no_smaller_than_the_exact_ones(fmt: CodeFormat) -> None:
+    """16 bits are what makes the kernel's division exact; rounding up keeps ``y / divisor`` within the codes."""
+    x = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0)) * torch.logspace(-20, 20, 4096)[:, None]
+    divisor = row_divisors(x, fmt)[:, 0]
+    exact = x.double().abs().amax(dim=1) / fmt.max
+    assert not (divisor.view(torch.int32) & 0xFF).any()
+    assert (divisor.double() >= exact * (1 - 2**-24)).all()
+    assert (divisor.double() <= exact * (1 + 2**-15)).all()
+
+
+@FORMATS
+def test_two_multiplications_give_the_codes_of_the_division(fmt: CodeFormat) -> None:
+    """The kernel's quotient beside every tie between two codes, where one fp32 step decides the code.
+
+    fp64 holds the products exactly; the interpreter has no fused multiply-add, so the steps are repeated here.
+    """
+    generator = torch.Generator().manual_seed(0)
+    significand = torch.randint(2**15, 2**16, (4096, 1, 1), generator=generator).float()
+    significand[:3, 0, 0] = torch.tensor([2**15, 2**15 + 1, 2**16 - 1])
+    divisor = significand * 2.0 ** torch.randint(-90, 60, (4096, 1, 1), generator=generator)
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(fmt.dtype).float()
+    codes = every[torch.isfinite(every) & (every >= 0)].unique()
+    ties = (codes[1:] + codes[:-1]) / 2
+    beside = (ties.view(1, -1, 1) * divisor).view(torch.int32) + torch.arange(-3, 4, dtype=torch.int32)
+    y = beside.view(torch.float32)
+
+    reciprocal = 1.0 / divisor
+    rest = (1.0 - reciprocal.double() * divisor.double()).float() * reciprocal
+    quotient = (y.double() * reciprocal.double() + (y * rest).double()).float()
+
+    def encode(q: torch.Tensor) -> torch.Tensor:
+        return (q.round() if fmt is INT8 else q.clamp(-fmt.max, fmt.max)).to(fmt.dtype).view(torch.uint8)
+
+    assert torch.equal(encode(quotient), encode(y / divisor))
+    # One multiplication is not enough: the test can tell.
+    assert not torch.equal(encode(y * reciprocal), encode(y / divisor))
+
+
+@pytest.mark.parametrize("rotation", [0, 2, 16, 64, 256, 512])
+def test_tiles_cover_the_row(rotation: int) -> None:
+    for width in range(max(rotation, 1), 30000, max(rotation, 7)):
+        first, second, warps = tiles(width, rotation)
+        assert first + second >= width
+        assert all(size & (size - 1) == 0 for size in (first, second, warps))
+        assert first >= rotation
+        assert not second or (rotation <= second <= first and first < width)
+
+
+def test_tiles_of_the_block() -> None:
+    """5376 is three quarters of 8192 and less: two tiles take less than one."""
+    assert tiles(5376, 256)[:2] == (4096, 2048)
+    assert tiles(7168, 256)[:2] == (8192, 0)
+    assert tiles(14336, 256)[:2] == (16384, 0)

@@ -178,7 +178,9 @@ def test_sizes_that_are_no_multiple_of_16(method: str, k: int, n: int, monkeypat
     from vllm_h3_quant.methods import base
 
     backend_for = base.backend_for
-    monkeypatch.setattr(base, "backend_for", lambda method: replace(backend_for(method), alignment=16))
+    monkeypatch.setattr(
+        base, "backend_for", lambda *args, **kwargs: replace(backend_for(*args, **kwargs), alignment=16)
+    )
     padded, _, _ = filled(method, k, n, bias=True)
     assert all(size % 16 == 0 for size in padded.weight.shape)
     assert padded.weight_scale.shape[1] == padded.weight.shape[1]

@@ -3,24 +3,32 @@
 ``out[m, n] = (sum_k a[m, k] * b[k, n]) * scale_a[m] * scale_b[n] + bias[n]``, accumulated in fp32
 (FP8) or exactly in int32 (INT8), rounded once to the output dtype.
 
-Which backend serves which format and compute capability is the table :data:`BACKENDS`; the first
-that fits is used.
+Which backend serves which format, compute capability and output dtype is the table :data:`BACKENDS`;
+the first that fits is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
+from vllm_h3_quant.kernels import gemm_library as library
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
+from vllm_h3_quant.kernels.gemm_triton import scaled_gemm_triton
 
 Capability = tuple[int, int]
 Gemm = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.dtype],
     torch.Tensor,
 ]
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def nothing_missing() -> None:
+    """For a backend that every process has."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +41,26 @@ class Backend:
         capabilities: first served CUDA compute capability and the first one past the range, or None
             for a backend of the CPU.
         alignment: K and N must be multiples of this; the weight is padded with zeros at load.
+        out_dtypes: what it rounds to.
         run: ``(a, b, scale_a, scale_b, bias, out_dtype)`` with ``a`` ``(M, K)`` contiguous, ``b``
             ``(K, N)`` with stride ``(1, K)``, ``scale_a`` ``(M, 1)`` and ``scale_b`` ``(1, N)`` fp32.
         missing: why the backend cannot be used in this process, or None.
+        takes_bias: whether it adds a bias.
     """
 
     name: str
     fmt: CodeFormat
     capabilities: tuple[Capability, Capability] | None
     alignment: int
+    out_dtypes: tuple[torch.dtype, ...]
     run: Gemm
-    missing: Callable[[], str | None] = lambda: None
+    missing: Callable[[], str | None] = nothing_missing
+    takes_bias: bool = True
 
-    def refusal(self, capability: Capability | None) -> str | None:
-        """Why this backend does not serve ``capability`` (None is the CPU); None when it does."""
+    def refusal(
+        self, capability: Capability | None, out_dtype: torch.dtype = BF16, *, biased: bool = False
+    ) -> str | None:
+        """Why this backend does not serve ``capability`` (None is the CPU) and the product; None when it does."""
         if self.capabilities is None:
             return None if capability is None else "runs on the CPU only"
         if capability is None:
@@ -56,64 +70,27 @@ class Backend:
             return f"needs sm_{_sm(first)} or above"
         if capability >= end:
             return f"is not built for sm_{_sm(end)} and above"
+        if out_dtype not in self.out_dtypes:
+            return f"does not write {str(out_dtype).removeprefix('torch.')}"
+        if biased and not self.takes_bias:
+            return "adds no bias"
         return self.missing()
-
-
-def scaled_gemm(
-    backend: Backend,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Run ``backend`` as one operator that torch.compile knows; arguments as in :attr:`Backend.run`."""
-    return _scaled_gemm_op(a, b, scale_a, scale_b, bias, out_dtype, backend.name)
-
-
-@torch.library.custom_op(
-    "h3_quant::scaled_gemm",
-    mutates_args=(),
-    schema="(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype, str backend)"
-    " -> Tensor",
-)
-def _scaled_gemm_op(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    run = next(candidate.run for candidate in BACKENDS if candidate.name == backend)
-    return run(a, b, scale_a, scale_b, bias, out_dtype)
-
-
-@_scaled_gemm_op.register_fake
-def _(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    backend: str,
-) -> torch.Tensor:
-    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
 class NoBackend(LookupError):
     """No backend serves the format on the device. The message lists each with its reason."""
 
 
-def select(fmt: CodeFormat, capability: Capability | None) -> Backend:
+def select(
+    fmt: CodeFormat, capability: Capability | None, out_dtype: torch.dtype = BF16, *, biased: bool = False
+) -> Backend:
     """The first backend for ``fmt`` on a device.
 
     Args:
         fmt: code format.
         capability: CUDA compute capability such as ``(9, 0)``, or None for the CPU.
+        out_dtype: dtype of the product.
+        biased: whether a bias is to be added.
 
     Raises:
         NoBackend: with every backend of the format and why it does not fit.
@@ -122,7 +99,7 @@ def select(fmt: CodeFormat, capability: Capability | None) -> Backend:
     for backend in BACKENDS:
         if backend.fmt is not fmt:
             continue
-        reason = backend.refusal(capability)
+        reason = backend.refusal(capability, out_dtype, biased=biased)
         if reason is None:
             return backend
         reasons.append(f"{backend.name} {reason}")
@@ -133,7 +110,7 @@ def _sm(capability: Capability) -> int:
     return capability[0] * 10 + capability[1]
 
 
-def scaled_gemm_reference(
+def scaled_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
     scale_a: torch.Tensor,
@@ -141,32 +118,22 @@ def scaled_gemm_reference(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The product in plain PyTorch: fp32 for FP8 codes, exact for INT8 codes."""
-    product = _int8_product(a, b).float() if a.dtype is torch.int8 else a.float() @ b.float()
-    return _scale(product, scale_a, scale_b, bias, out_dtype)
+    """The product by the device's backend, as one operator that torch.compile knows.
 
+    Arguments as in :attr:`Backend.run`; K and N are multiples of the backend's alignment.
 
-def _scale(
-    product: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    out = product * scale_a * scale_b
-    return (out if bias is None else out + bias.float()).to(out_dtype)
-
-
-def _int8_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a @ b`` of INT8 codes as int32: fp32 products, exact while ``127^2 * 1024 < 2^24``, added as integers.
-
-    On a CPU ``torch._int_mm`` is a plain loop and far slower.
+    Raises:
+        NoBackend: nothing on this device takes the codes or writes ``out_dtype``.
     """
-    parts = zip(a.split(1024, dim=1), b.split(1024, dim=0), strict=True)
-    return sum((x.float() @ y.float()).int() for x, y in parts)
+    return _scaled_gemm_op(a, b, scale_a, scale_b, bias, out_dtype)
 
 
-def _torch_scaled_mm(
+@torch.library.custom_op(
+    "h3_quant::scaled_gemm",
+    mutates_args=(),
+    schema="(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype) -> Tensor",
+)
+def _scaled_gemm_op(
     a: torch.Tensor,
     b: torch.Tensor,
     scale_a: torch.Tensor,
@@ -174,15 +141,12 @@ def _torch_scaled_mm(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    # Row-wise scales come with a bf16 epilogue only.
-    bias = None if bias is None else bias.to(torch.bfloat16)
-    out = torch._scaled_mm(
-        a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
-    )
-    return out.to(out_dtype)
+    backend = _backend_of(a.dtype, a.device, out_dtype, bias is not None)
+    return backend.run(a, b, scale_a, scale_b, bias, out_dtype)
 
 
-def _vllm_cutlass(
+@_scaled_gemm_op.register_fake
+def _(
     a: torch.Tensor,
     b: torch.Tensor,
     scale_a: torch.Tensor,
@@ -190,33 +154,46 @@ def _vllm_cutlass(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
-    torch.ops._C.cutlass_scaled_mm(out, a, b, scale_a, scale_b, bias)
-    return out
+    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
 
 
-def _vllm_cutlass_missing() -> str | None:
-    return None if hasattr(torch.ops._C, "cutlass_scaled_mm") else "needs vLLM's CUDA extension, which is not loaded"
+@cache
+def _backend_of(dtype: torch.dtype, device: torch.device, out_dtype: torch.dtype, biased: bool) -> Backend:
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return select(INT8 if dtype is torch.int8 else FP8, capability, out_dtype, biased=biased)
 
 
-def _torch_int_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    rows = a.shape[0]
-    if rows <= 16:  # cuBLASLt takes more than 16 rows only
-        a = torch.nn.functional.pad(a, (0, 0, 0, 17 - rows))
-    return _scale(torch._int_mm(a, b)[:rows].float(), scale_a, scale_b, bias, out_dtype)
-
-
+HALF = (BF16, FP16)
+ANY = (*HALF, FP32)
+# cuBLASLt, below torch._scaled_mm, has no kernel with row scales and a bias for K from 5376 on and few tiles of output:
+# "CUBLAS_STATUS_NOT_SUPPORTED" (torch 2.11, H200). torch._int_mm writes int32 to memory and needs passes of its own for
+# the scales; Triton 3.6 and 3.7 have only the old matrix instructions for INT8 on sm_100 and sm_103.
 BACKENDS: tuple[Backend, ...] = (
-    Backend("torch._scaled_mm row-wise", FP8, ((8, 9), (13, 0)), 16, _torch_scaled_mm),
-    Backend("PyTorch reference FP8", FP8, None, 1, scaled_gemm_reference),
-    Backend("vLLM CUTLASS INT8", INT8, ((8, 0), (10, 0)), 16, _vllm_cutlass, _vllm_cutlass_missing),
-    Backend("torch._int_mm", INT8, ((8, 0), (13, 0)), 16, _torch_int_mm),
-    Backend("PyTorch reference INT8", INT8, None, 1, scaled_gemm_reference),
+    Backend(
+        "torch._scaled_mm row-wise", FP8, ((8, 9), (13, 0)), 16, (BF16,), library.torch_scaled_mm, takes_bias=False
+    ),
+    Backend("vLLM CUTLASS FP8", FP8, ((8, 9), (12, 1)), 16, HALF, library.vllm_cutlass, library.vllm_cutlass_missing),
+    Backend("Triton FP8", FP8, ((8, 9), (13, 0)), 16, ANY, scaled_gemm_triton),
+    Backend("PyTorch reference FP8", FP8, None, 1, ANY, library.scaled_gemm_reference),
+    Backend(
+        "vLLM CUTLASS INT8",
+        INT8,
+        ((8, 0), (10, 0)),
+        16,
+        HALF,
+        library.vllm_cutlass,
+        library.vllm_cutlass_missing,
+    ),
+    Backend(
+        "comfy-kitchen INT8",
+        INT8,
+        ((12, 0), (13, 0)),
+        16,
+        HALF,
+        library.comfy_kitchen_int8,
+        library.comfy_kitchen_missing,
+    ),
+    Backend("torch._int_mm", INT8, ((10, 0), (12, 0)), 16, ANY, library.torch_int_mm),
+    Backend("Triton INT8", INT8, ((8, 0), (13, 0)), 16, ANY, scaled_gemm_triton),
+    Backend("PyTorch reference INT8", INT8, None, 1, ANY, library.scaled_gemm_reference),
 )

@@ -1,12 +1,16 @@
 """Group-wise Hadamard rotation of the last dimension.
 
-``y = x H / sqrt(g)`` for each group of ``g`` neighbouring elements, with the Sylvester matrix ``H``
-of order ``g``, a power of two. The rotation is orthogonal, so rotating both operands of a product
-over the same dimension leaves the product as it is, while single large channels spread over their
-group (QuaRot, arXiv 2404.00456).
+``y = x H P / sqrt(g)`` for each group of ``g`` neighbouring elements, with the Sylvester matrix
+``H`` of order ``g``, a power of two, and a permutation ``P``. The rotation is orthogonal, so
+rotating both operands of a product over the same dimension leaves the product as it is, while
+single large channels spread over their group (QuaRot, arXiv 2404.00456).
 
-The sum is a butterfly in fp32 with strides 1, 2, 4, ... and one final multiplication. Every step is
-a correctly rounded addition, so each implementation that keeps this order gives the same bytes.
+``P`` spares the kernel a second exchange between threads. Groups of up to 16 keep their order; in
+larger ones, with ``g = 16 a``, element ``a i + j`` of ``x H`` comes out at ``16 j + i``.
+
+``x H`` is a butterfly in fp32 with strides a/2, ..., 2, 1, then g/2, ..., a. Every step is a correctly
+rounded addition, so each implementation that keeps this order gives the same bytes. Quantization
+works on ``x H P`` and multiplies only its scales by ``1 / sqrt(g)``.
 """
 
 from __future__ import annotations
@@ -15,6 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
+MAX_GROUP = 512
+COLUMNS = 16
+"""Codes that a thread writes at once, 16 bytes."""
+
 
 def largest_group(size: int, limit: int) -> int:
     """The largest power of two up to ``limit`` that divides ``size``; 0 when that is 1."""
@@ -22,31 +30,142 @@ def largest_group(size: int, limit: int) -> int:
     return group if group > 1 else 0
 
 
-def hadamard_reference(x: torch.Tensor, group: int) -> torch.Tensor:
-    """Rotate the last dimension of ``x`` in groups of ``group``; the result is fp32.
+def check_group(group: int, width: int) -> None:
+    """Refuse a group that is no power of two up to :data:`MAX_GROUP` or does not divide ``width``.
 
     Raises:
-        ValueError: ``group`` is no power of two or does not divide the last dimension.
+        ValueError: with both numbers.
     """
-    if group < 2 or group & (group - 1) or x.shape[-1] % group:
-        raise ValueError(f"Hadamard group {group} must be a power of two that divides {x.shape[-1]}")
-    shape = x.shape
-    y = x.float()
-    stride = 1
-    while stride < group:
-        pairs = y.reshape(-1, 2, stride)
-        first, second = pairs[:, 0], pairs[:, 1]
+    if not 2 <= group <= MAX_GROUP or group & (group - 1) or width % group:
+        raise ValueError(f"Hadamard group {group} must be a power of two up to {MAX_GROUP} that divides {width}")
+
+
+def factors(group: int) -> tuple[int, int]:
+    """``(inner, outer)`` with ``inner * outer = group``: neighbours first, then elements ``inner`` apart.
+
+    One of them is :data:`COLUMNS`, or ``outer`` is 1 for smaller groups.
+    """
+    return (group // COLUMNS, COLUMNS) if group > COLUMNS else (group, 1)
+
+
+def hadamard_reference(x: torch.Tensor, group: int) -> torch.Tensor:
+    """``x H P`` in groups of ``group`` along the last dimension, not yet divided by ``sqrt(group)``; fp32.
+
+    Raises:
+        ValueError: ``group`` does not fit.
+    """
+    check_group(group, x.shape[-1])
+    inner, outer = factors(group)
+    y = _butterfly_reference(x.float().reshape(-1, inner))
+    if outer > 1:
+        y = _butterfly_reference(y.reshape(-1, outer, inner).transpose(1, 2))
+    return y.reshape(x.shape)
+
+
+def _butterfly_reference(x: torch.Tensor) -> torch.Tensor:
+    """``x H`` over the whole last dimension."""
+    size = x.shape[-1]
+    stride = size // 2
+    y = x.reshape(-1, size)
+    while stride:
+        first, second = y.reshape(-1, 2, stride).unbind(1)
         y = torch.stack((first + second, first - second), dim=1)
-        stride *= 2
-    return y.reshape(shape) * group**-0.5
+        stride //= 2
+    return y.reshape(x.shape)
+
+
+# In Triton a tile is a tuple of tensors. An addition between two of them stays in a thread's
+# registers: neighbours lie in a thread as they are loaded, and one exchange within the warp brings
+# the elements of the remaining strides together.
 
 
 @triton.jit
-def hadamard_block(x, LEVELS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr):
-    """Butterfly over a one-dimensional fp32 block of BLOCK elements in groups of 2^LEVELS."""
-    for level in tl.static_range(LEVELS):
-        pairs = tl.permute(tl.reshape(x, (BLOCK // (2 << level), 2, 1 << level)), (0, 2, 1))
-        first, second = tl.split(pairs)
-        joined = tl.join(first + second, first - second)
-        x = tl.reshape(tl.permute(joined, (0, 2, 1)), (BLOCK,))
-    return x * NORM
+def rotate_tile(x, TILE: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr):
+    """Rotate a vector of TILE fp32 elements in groups of OUTER * INNER.
+
+    The result is a tuple whose tensor c holds column c of a matrix that, row by row, is the rotated
+    tile. It has OUTER columns, or INNER where OUTER is 1.
+    """
+    xs = _butterfly(_split_columns(tl.reshape(x, (TILE // INNER, INNER)), TILE // INNER, INNER), INNER)
+    if OUTER > 1:
+        turned = tl.reshape(join_columns(xs, TILE // INNER, INNER), (TILE // OUTER // INNER, OUTER, INNER))
+        turned = tl.reshape(tl.permute(turned, (0, 2, 1)), (TILE // OUTER, OUTER))
+        xs = _butterfly(_split_columns(turned, TILE // OUTER, OUTER), OUTER)
+    return xs
+
+
+@triton.jit
+def join_columns(xs, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A ``(ROWS, COLUMNS)`` tensor from its columns, a tuple of a power of two from 2 to 32."""
+    ys = ()
+    for i in tl.static_range(COLUMNS // 2):
+        ys = ys + (tl.join(xs[2 * i], xs[2 * i + 1]),)
+    if COLUMNS >= 4:
+        ys = _join_pairs(ys, ROWS, COLUMNS // 4, 2)
+    if COLUMNS >= 8:
+        ys = _join_pairs(ys, ROWS, COLUMNS // 8, 4)
+    if COLUMNS >= 16:
+        ys = _join_pairs(ys, ROWS, COLUMNS // 16, 8)
+    if COLUMNS >= 32:
+        ys = _join_pairs(ys, ROWS, COLUMNS // 32, 16)
+    return ys[0]
+
+
+@triton.jit
+def _join_pairs(xs, ROWS: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    ys = ()
+    for i in tl.static_range(COUNT):
+        pair = tl.permute(tl.join(xs[2 * i], xs[2 * i + 1]), (0, 2, 1))
+        ys = ys + (tl.reshape(pair, (ROWS, 2 * WIDTH)),)
+    return ys
+
+
+@triton.jit
+def _split_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    xs = (x,)
+    if COLUMNS >= 32:
+        xs = _split_halves(xs, ROWS, COLUMNS // 32, 16)
+    if COLUMNS >= 16:
+        xs = _split_halves(xs, ROWS, COLUMNS // 16, 8)
+    if COLUMNS >= 8:
+        xs = _split_halves(xs, ROWS, COLUMNS // 8, 4)
+    if COLUMNS >= 4:
+        xs = _split_halves(xs, ROWS, COLUMNS // 4, 2)
+    ys = ()
+    for i in tl.static_range(COLUMNS // 2):
+        first, second = tl.split(xs[i])
+        ys = ys + (first, second)
+    return ys
+
+
+@triton.jit
+def _split_halves(xs, ROWS: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr):
+    ys = ()
+    for i in tl.static_range(COUNT):
+        first, second = tl.split(tl.permute(tl.reshape(xs[i], (ROWS, 2, WIDTH)), (0, 2, 1)))
+        ys = ys + (first, second)
+    return ys
+
+
+@triton.jit
+def _butterfly(xs, SIZE: tl.constexpr):
+    if SIZE >= 32:
+        xs = _butterfly_step(xs, SIZE, 16)
+    if SIZE >= 16:
+        xs = _butterfly_step(xs, SIZE, 8)
+    if SIZE >= 8:
+        xs = _butterfly_step(xs, SIZE, 4)
+    if SIZE >= 4:
+        xs = _butterfly_step(xs, SIZE, 2)
+    return _butterfly_step(xs, SIZE, 1)
+
+
+@triton.jit
+def _butterfly_step(xs, SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    ys = ()
+    for i in tl.static_range(SIZE):
+        if (i // STRIDE) % 2 == 0:
+            ys = ys + (xs[i] + xs[i + STRIDE],)
+        else:
+            ys = ys + (xs[i - STRIDE] - xs[i],)
+    return ys

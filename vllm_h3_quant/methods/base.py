@@ -26,7 +26,7 @@ from vllm_h3_quant.config import H3QuantOptions
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.formats import CodeFormat
 from vllm_h3_quant.kernels.gemm import Backend, scaled_gemm
-from vllm_h3_quant.kernels.quantize import AMAX_MAX, quantize_rows, row_scales
+from vllm_h3_quant.kernels.quantize import largest_scale, quantize_rows, row_divisors
 from vllm_h3_quant.methods.arrival import Arrival
 from vllm_h3_quant.methods.device import backend_for
 from vllm_h3_quant.methods.storage import keep_dtypes
@@ -55,7 +55,7 @@ class H3LinearMethod(LinearMethodBase):
         self.backend: Backend = backend_for(options.method)
         self.rotation = 0
         self._offload_after_quant = False
-        self._shared_scale: torch.Tensor | None = None
+        self._shared_divisors: torch.Tensor | None = None
 
     def enable_offload_after_quant(self) -> None:
         """Send the layer to host memory as soon as it is quantized."""
@@ -96,6 +96,7 @@ class H3LinearMethod(LinearMethodBase):
     def watch_bias(self, layer: LinearBase) -> None:
         """Count the bias too, now that the linear has registered it."""
         if getattr(layer, "bias", None) is not None:
+            self.backend = backend_for(self.options.method, biased=True)
             self.arrival.watch("bias")
 
     def see_tensor(self, layer: LinearBase, param_name: str, loaded: torch.Tensor) -> None:
@@ -112,7 +113,7 @@ class H3LinearMethod(LinearMethodBase):
                 f"{self.name}.weight arrives as {tuple(loaded.shape)}, not {whole}: the scales of a row-parallel"
                 " weight need all of it"
             )
-        self._shared_scale = row_scales(loaded.to(self.arrival.device), self.fmt, rotation=self.rotation)
+        self._shared_divisors = row_divisors(loaded.to(self.arrival.device), self.fmt, rotation=self.rotation)
 
     def process_weights_after_loading(self, layer: LinearBase) -> None:
         """Replace the weight by codes and scales.
@@ -136,10 +137,10 @@ class H3LinearMethod(LinearMethodBase):
         """``(N', K')`` codes and ``(N', 1)`` scales of a ``(N, K)`` weight."""
         outputs, inputs = weight.shape
         codes, scale = quantize_rows(
-            weight, self.fmt, rotation=self.rotation, scale=self._shared_scale, padded=self.aligned(inputs)
+            weight, self.fmt, rotation=self.rotation, divisor=self._shared_divisors, padded=self.aligned(inputs)
         )
-        self._shared_scale = None
-        broken = ~(scale < AMAX_MAX / self.fmt.max)
+        self._shared_divisors = None
+        broken = ~(scale < largest_scale(self.fmt, self.rotation))
         if broken.any():
             row = int(broken.nonzero()[0, 0])
             raise H3QuantError(f"{self.name}: the weights of output {row} are not finite in the checkpoint")
@@ -160,7 +161,7 @@ class H3LinearMethod(LinearMethodBase):
         spare = weight.shape[1] - outputs
         if bias is not None and spare:
             bias = F.pad(bias, (0, spare))
-        out = scaled_gemm(self.backend, codes, weight, scale, layer.weight_scale, bias, x.dtype)
+        out = scaled_gemm(codes, weight, scale, layer.weight_scale, bias, x.dtype)
         return out[:, :outputs].reshape(*x.shape[:-1], outputs)
 
     def aligned(self, size: int) -> int:

@@ -36,8 +36,8 @@ def device_name() -> str:
 
 
 @cache
-def backend_for(method: Method) -> Backend:
-    """The backend that serves ``method`` here.
+def backend_for(method: Method, *, biased: bool = False) -> Backend:
+    """The backend that serves a linear of ``method`` here, with or without a bias.
 
     Raises:
         H3QuantError: the device cannot; the message names it, each backend's reason and a method
@@ -47,7 +47,7 @@ def backend_for(method: Method) -> Backend:
     if capability is not None:
         current_platform.import_kernels()  # backends ask whether vLLM's extension is there
     try:
-        return select(FORMATS[method], capability)
+        return select(FORMATS[method], capability, biased=biased)
     except NoBackend as error:
         sm = "" if capability is None else f" (sm_{capability[0]}{capability[1]})"
         others = [other.value for other in Method if other is not method and serves(other, capability)]
