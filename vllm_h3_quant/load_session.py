@@ -14,8 +14,10 @@ from vllm_h3_quant import report
 from vllm_h3_quant.errors import H3QuantError, nearest
 from vllm_h3_quant.log import get_logger
 from vllm_h3_quant.methods.base import H3LinearMethod
+from vllm_h3_quant.methods.lora import refuse_merging_backend
 from vllm_h3_quant.methods.scope import TEXT_ENCODER, TRANSFORMER, matches, parents
 from vllm_h3_quant.survey import survey
+from vllm_h3_quant.upstream.lora import keep_on_device
 from vllm_h3_quant.upstream.model_loader import around_load_weights
 
 logger = get_logger(__name__)
@@ -38,20 +40,24 @@ def prepare(configs: Iterable[AskedConfig]) -> None:
     """Put the checks and the report around the next load of weights in this process."""
     asked = list(configs)
     around_load_weights(partial(before_load, asked), partial(after_load, asked))
+    if asked:
+        keep_on_device(lambda pipeline: bool(_quantized(pipeline)))
 
 
 def before_load(configs: Sequence[AskedConfig], od_config: Any, model: Module) -> None:
     """Refuse what cannot work now that the model is known and no weight has been read.
 
     Raises:
-        H3QuantError: HSDP with a method of ours, a configuration that reached no linear, or an
-            ``ignored_layers`` entry that matches none.
+        H3QuantError: HSDP or a LoRA backend that merges with a method of ours, a configuration that
+            reached no linear, or an ``ignored_layers`` entry that matches none.
     """
     if configs and od_config.parallel_config.use_hsdp:
         raise H3QuantError(
             f"{configs[0].where}: {configs[0].get_name()} keeps transposed weights, which HSDP cannot shard;"
             " turn use_hsdp off or use tensor parallelism"
         )
+    if configs and _quantized(getattr(model, TRANSFORMER, model)):
+        refuse_merging_backend(configs[0].where, od_config, model)
     if _holds_every_component(model):
         for config in configs:
             _check_reached(config)

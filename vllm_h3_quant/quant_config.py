@@ -19,7 +19,7 @@ from vllm_h3_quant.methods.device import backend_for
 from vllm_h3_quant.methods.fp8 import H3Fp8LinearMethod
 from vllm_h3_quant.methods.int8 import H3Int8LinearMethod
 from vllm_h3_quant.methods.scope import matches, role_of
-from vllm_h3_quant.upstream import factory, model_loader, preflight
+from vllm_h3_quant.upstream import factory, lora, model_loader, preflight
 
 logger = get_logger(__name__)
 
@@ -119,7 +119,7 @@ def build(method: str, options: Mapping[str, Any] | None = None, *, where: str) 
 @cache
 def check_upstream() -> None:
     """Refuse, once a process, to work with a vLLM-Omni whose patched symbols have moved."""
-    preflight.require((*factory.SYMBOLS, *model_loader.SYMBOLS))
+    preflight.require((*factory.SYMBOLS, *model_loader.SYMBOLS, *lora.SYMBOLS))
 
 
 def _rebuild(options: dict[str, Any], where: str) -> H3QuantConfig:

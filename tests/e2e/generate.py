@@ -3,7 +3,8 @@
     python generate.py MODEL OUT_DIR '{"name": {"arguments": {"quantization": "h3_fp8"}, ...}, ...}'
 
 A run has ``arguments`` (of ``Omni``), ``env`` (variables for it) and ``requests`` (how often the same
-request is made); it leaves ``OUT_DIR/NAME.npz`` and ``OUT_DIR/NAME.json``, the load report.
+request is made) or ``loras`` (for each request the path and scale of its LoRA, or null); it leaves
+``OUT_DIR/NAME.npz`` and ``OUT_DIR/NAME.json``, the load report.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import numpy as np
 def main(model: str, out: str, runs: str) -> None:
     from vllm_omni.entrypoints.omni import Omni
     from vllm_omni.inputs.data import OmniDiffusionSamplingParams
+    from vllm_omni.lora.request import LoRARequest
+    from vllm_omni.lora.utils import stable_lora_int_id
 
     for name, run in json.loads(runs).items():
         arguments = run.get("arguments", {})
@@ -30,7 +33,7 @@ def main(model: str, out: str, runs: str) -> None:
         omni = Omni(model=model, trust_remote_code=True, task_type="t2va", **{"enforce_eager": True, **arguments})
         assert arguments == before, "the caller's configuration was changed"
         saved: dict[str, Any] = {}
-        for index in range(run.get("requests", 1)):
+        for index, lora in enumerate(run.get("loras", [None] * run.get("requests", 1))):
             sampling = OmniDiffusionSamplingParams(
                 height=64,
                 width=64,
@@ -39,6 +42,9 @@ def main(model: str, out: str, runs: str) -> None:
                 seed=7,
                 extra_args={"task": "t2va", "aspect_ratio": "1:1"},
             )
+            if lora:
+                path, sampling.lora_scale = lora
+                sampling.lora_request = LoRARequest("adapter", stable_lora_int_id(path), path)
             (output,) = omni.generate({"prompt": "a cat plays the piano"}, sampling)
             saved[f"video{index}"] = np.asarray(output.images[0])
             saved[f"audio{index}"] = np.asarray(output.multimodal_output["audio"])

@@ -29,6 +29,7 @@ from vllm_h3_quant.kernels.gemm import Backend, scaled_gemm
 from vllm_h3_quant.kernels.quantize import largest_scale, quantize_rows, row_divisors
 from vllm_h3_quant.methods.arrival import Arrival
 from vllm_h3_quant.methods.device import backend_for
+from vllm_h3_quant.methods.lora import codes_parameter
 from vllm_h3_quant.methods.storage import keep_dtypes
 
 
@@ -126,7 +127,7 @@ class H3LinearMethod(LinearMethodBase):
         if not self.arrival.complete:
             raise H3QuantError(f"{self.name}: the checkpoint is incomplete, {self.arrival.describe()}")
         codes, scale = self.quantize_weight(layer.weight.data)
-        layer.register_parameter("weight", Parameter(codes.t(), requires_grad=False))
+        layer.register_parameter("weight", codes_parameter(codes.t(), self.name))
         layer.register_parameter("weight_scale", Parameter(scale.t(), requires_grad=False))
         layer._already_called_process_weights_after_loading = True
         keep_dtypes(layer)
