@@ -146,6 +146,21 @@ def test_terminated_process_ends_its_server(play: Callable[[str], Path], tmp_pat
     assert_gone(server)
 
 
+def test_servers_have_ports_of_their_own_that_the_system_does_not_hand_out(
+    play: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each engine would otherwise draw its rendezvous port from the range of outgoing connections."""
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    log = play("import os, sys; print('ports', sys.argv[sys.argv.index('--port') + 1], os.environ['MASTER_PORT'])")
+    logs = [log.with_name(f"{index}.log") for index in range(3)]
+    for server in [Server(Path("model"), log=one) for one in logs]:
+        server.start()
+        server.wait()
+    ports = [int(port) for one in logs for port in one.read_text().split()[1:]]
+    assert len(set(ports)) == 6
+    assert all(20000 <= port < 32000 for port in ports)
+
+
 def test_real_command_is_the_vllm_of_this_environment() -> None:
     command = module._vllm()
     assert Path(command[0]).parent == Path(sys.executable).parent

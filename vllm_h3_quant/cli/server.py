@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -17,6 +18,8 @@ from types import FrameType
 import requests
 
 _HOST = "127.0.0.1"
+_PORTS = range(20000, 32000)
+"""Below the ports that Linux hands out, from 32768."""
 _POLL_S = 0.25
 _STOP_GRACE_S = 20.0
 _TAIL_LINES = 20
@@ -53,21 +56,21 @@ class Server:
     def __init__(
         self, model: Path, arguments: Sequence[str] = (), *, log: Path, env: Mapping[str, str] | None = None
     ) -> None:
-        # Bound until the start, so that two servers of one process never get the same port.
-        self._reservation = socket.socket()
-        self._reservation.bind((_HOST, 0))
-        port: int = self._reservation.getsockname()[1]
+        # Bound until the start, so that two servers of one process never get the same ports.
+        self._reservations = (_reserve_port(), _reserve_port())
+        port, rendezvous = (reservation.getsockname()[1] for reservation in self._reservations)
         self.url = f"http://{_HOST}:{port}"
         self.start_seconds: float | None = None
         self._command = [*_vllm(), "serve", str(model), "--omni", "--host", _HOST, "--port", str(port), *arguments]
         self._log = log
-        self._env = {**os.environ, **(env or {})}
+        # The engine would draw its rendezvous port itself, long before it listens there.
+        self._env = {**os.environ, "MASTER_PORT": str(rendezvous), **(env or {})}
         self._started = 0.0
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start the process and return at once."""
-        self._reservation.close()
+        self._release_ports()
         self._started = time.monotonic()
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(
@@ -98,9 +101,13 @@ class Server:
 
     def terminate(self) -> None:
         """Ask the process to end, and return at once."""
-        self._reservation.close()
+        self._release_ports()
         if self._process and self._process.poll() is None:
             self._process.terminate()
+
+    def _release_ports(self) -> None:
+        for reservation in self._reservations:
+            reservation.close()
 
     def wait(self) -> None:
         """Wait for a terminated process, for 20 s at most, and kill what is left of its group."""
@@ -179,6 +186,23 @@ def exit_on_terminate() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
+
+
+def _reserve_port() -> socket.socket:
+    """A socket bound to a free port that the system gives to nobody who asks for any port.
+
+    A server listens seconds after its port is chosen; until then an outgoing connection or another engine could
+    be given a port of the system's own range.
+    """
+    for port in random.sample(_PORTS, len(_PORTS)):
+        reservation = socket.socket()
+        try:
+            reservation.bind((_HOST, port))
+        except OSError:
+            reservation.close()
+            continue
+        return reservation
+    raise ServerError(f"no port from {_PORTS.start} to {_PORTS.stop - 1} is free", ())
 
 
 def _vllm() -> list[str]:
