@@ -42,10 +42,16 @@ def lines(report: LoadReport) -> list[str]:
     """One log line a component."""
     return [
         f"{name}: {part.quantized} of {part.linears} linears quantized"
-        + (f" by {report.method} ({', '.join(part.kernels)})" if part.quantized else "")
+        + (f" by {report.method} ({_kernels(part)})" if part.quantized else "")
         + f", {part.weight_bytes / 2**20:.1f} MiB of linear weights on this rank"
         for name, part in report.components.items()
     ]
+
+
+def _kernels(part: ComponentReport) -> str:
+    if len(part.kernels) == 1:
+        return next(iter(part.kernels))
+    return ", ".join(f"{count} {kernel}" for kernel, count in part.kernels.items())
 
 
 def write_if_asked(report: LoadReport) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
+from vllm_h3_quant.config import Method
 from vllm_h3_quant.errors import H3QuantError
+from vllm_h3_quant.kernels.gemm import Backend
+from vllm_h3_quant.methods import base
 from vllm_h3_quant.quant_config import H3QuantConfig, build
 from vllm_h3_quant.testing.numeric import relative_l2
 
@@ -173,10 +177,6 @@ def test_strided_inputs(method: str) -> None:
 def test_sizes_that_are_no_multiple_of_16(method: str, k: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a backend that needs a multiple of 16, zeros pad the weight and change nothing."""
     plain, _weight, _ = filled(method, k, n, bias=True)
-    from dataclasses import replace
-
-    from vllm_h3_quant.methods import base
-
     backend_for = base.backend_for
     monkeypatch.setattr(
         base, "backend_for", lambda *args, **kwargs: replace(backend_for(*args, **kwargs), alignment=16)
@@ -187,6 +187,20 @@ def test_sizes_that_are_no_multiple_of_16(method: str, k: int, n: int, monkeypat
     x = randn(9, k, seed=6)
     # fp32 sums of the same products in another order, then one bf16 rounding.
     torch.testing.assert_close(padded(x), plain(x), rtol=2**-7, atol=2**-8)
+
+
+@METHODS
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_backend_reported_is_the_one_for_a_bias(method: str, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every backend adds one, and the load report names what runs."""
+    backend_for = base.backend_for
+
+    def named(method: Method, *, biased: bool = False) -> Backend:
+        return replace(backend_for(method, biased=biased), name="biased" if biased else "plain")
+
+    monkeypatch.setattr(base, "backend_for", named)
+    layer, _, _ = filled(method, 32, 16, bias=bias)
+    assert layer.quant_method.backend.name == ("biased" if bias else "plain")
 
 
 @METHODS
