@@ -28,17 +28,19 @@ from h3_layers import (
     refusal,
     weight_mib,
 )
-from shapes import H3, TINY, Linear, parse_integers, parse_tokens
+from shapes import H3, TINY, Linear, parse_ranks, parse_tokens
 
+from vllm_h3_quant.config import PRESETS, Method
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
 from vllm_h3_quant.kernels.hadamard import largest_group
+from vllm_h3_quant.kernels.product import Product
 from vllm_h3_quant.kernels.quantize import quantize_rows
 from vllm_h3_quant.testing.bench import Variant, measure
 from vllm_h3_quant.testing.bench_report import Row, report
 from vllm_h3_quant.testing.numeric import relative_l2
 
 SAMPLED_ROWS = 512
-ROTATION = {FP8: 0, INT8: 256}
+ROTATION = {FP8: 0, INT8: PRESETS[Method.INT8]["rotation"]}
 """The methods' defaults; a layer rotates in narrower groups where these do not divide its inputs."""
 
 
@@ -61,7 +63,7 @@ class Contender:
 
 def main(
     tokens: Annotated[Any, typer.Option(parser=parse_tokens, metavar="N,4s,..", help="Tokens, or seconds.")] = "4s",
-    tp: Annotated[Any, typer.Option(parser=parse_integers, metavar="R,..", help="Tensor-parallel ranks.")] = "1",
+    tp: Annotated[Any, typer.Option(parser=parse_ranks, metavar="R,..", help="Tensor-parallel ranks.")] = "1",
     methods: Annotated[Any, typer.Option(parser=check_methods, metavar="M,..", help="Methods.")] = ALL_METHODS,
     gemm: Annotated[bool, typer.Option(help="Rows of the product alone.")] = True,
     tiny: Annotated[bool, typer.Option(help="Small layers, for a CPU.")] = False,
@@ -120,12 +122,17 @@ def products_alone(fmt: CodeFormat, inputs: Sequence[torch.Tensor], weights: Seq
         return quantize_rows(x, fmt, rotation=largest_group(x.shape[1], ROTATION[fmt]))
 
     activations = {x.shape[1]: quantize(x) for x in inputs}
-    operands = [(*activations[weight.shape[1]], *quantize(weight)) for weight in weights]
+
+    def product(weight: torch.Tensor) -> Product:
+        (a, scale_a), (b, scale_b) = activations[weight.shape[1]], quantize(weight)
+        return Product(a, b.t(), scale_a, scale_b.t(), None, torch.bfloat16)
+
+    products = [product(weight) for weight in weights]
     return [
         Contender(
             f"gemm {backend.name}",
-            [partial(backend.run, a, b.t(), s_a, s_b.t(), None, torch.bfloat16) for a, s_a, b, s_b in operands],
-            [{}] * len(operands),
+            [partial(backend.run, product) for product in products],
+            [{}] * len(products),
         )
         for backend in backends_here(fmt)
     ]

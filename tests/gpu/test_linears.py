@@ -13,6 +13,7 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm_h3_quant.config import Method
 from vllm_h3_quant.kernels.gemm import BACKENDS, BF16, FP16, FP32
 from vllm_h3_quant.kernels.gemm_library import scaled_gemm_reference
+from vllm_h3_quant.kernels.product import Product
 from vllm_h3_quant.kernels.quantize import quantize_rows_reference
 from vllm_h3_quant.methods.device import FORMATS, device_capability
 from vllm_h3_quant.quant_config import build
@@ -125,12 +126,29 @@ def test_every_backend_gives_the_reference(backend: Any, rows: int, out_dtype: t
         pytest.skip(str(backend.refusal(capability, out_dtype)))
     a, scale_a = quantize_rows_reference(randn(rows, 5376, seed=1), backend.fmt)
     b, scale_b = quantize_rows_reference(randn(1040, 5376, seed=2), backend.fmt)
-    bias = randn(1040, seed=3) if backend.takes_bias else torch.zeros(1040)
-    out = backend.run(a, b.t(), scale_a, scale_b.t(), bias if backend.takes_bias else None, out_dtype)
+    bias = randn(1040, seed=3) if backend.takes_bias else None
+    product = Product(a, b.t(), scale_a, scale_b.t(), bias, out_dtype)
+    out = backend.run(product)
     assert out.dtype is out_dtype
-    if backend.fmt.dtype is torch.int8:
-        product = (a.double() @ b.double().t()).float()
-        expected = product * scale_a * scale_b.t() + bias.float()
-    else:
-        expected = scaled_gemm_reference(a, b.t(), scale_a, scale_b.t(), bias, torch.float32)
+    in_fp32 = product._replace(out_dtype=FP32)
+    # PyTorch has no exact INT8 product of this size on a GPU but in fp64.
+    exact = backend.fmt.dtype is torch.int8
+    expected = in_fp32.scale((a.double() @ b.double().t()).float()) if exact else scaled_gemm_reference(in_fp32)
     assert relative_l2(out, expected.double()) < 0.006
+
+
+@METHODS
+def test_fp32_activations(method: str) -> None:
+    """No library kernel writes fp32 from these codes: they go through the Triton product."""
+    layer = ColumnParallelLinear(
+        5376, 1040, bias=True, params_dtype=torch.bfloat16, quant_config=build(method, where="test"),
+        prefix="condition_proj", return_bias=False,
+    )  # fmt: skip
+    layer.quant_method.watch_bias(layer)
+    weight, bias = randn(1040, 5376, seed=1), randn(1040, seed=3)
+    layer.bias.weight_loader(layer.bias, bias)
+    layer.weight.weight_loader(layer.weight, weight)
+    x = randn(300, 5376, seed=2).float()
+    out = layer(x)
+    assert out.dtype is torch.float32
+    assert relative_l2(out, x.double() @ weight.double().t() + bias.double()) < ERROR[method]

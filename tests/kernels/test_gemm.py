@@ -12,6 +12,7 @@ import torch
 
 from vllm_h3_quant.kernels import gemm, gemm_library
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
+from vllm_h3_quant.kernels.product import Product
 from vllm_h3_quant.kernels.quantize import quantize_rows_reference
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -31,7 +32,7 @@ def test_reference_against_fp64_of_the_same_codes(fmt: CodeFormat, with_bias: bo
     """fp32 sums of K products: K * 2^-24 of the sum of magnitudes; INT8 sums are exact. Then one bf16 rounding."""
     a, b, scale_a, scale_b = operands(fmt)
     bias = torch.randn(b.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16() if with_bias else None
-    out = gemm_library.scaled_gemm_reference(a, b, scale_a, scale_b, bias, torch.bfloat16)
+    out = gemm_library.scaled_gemm_reference(Product(a, b, scale_a, scale_b, bias, torch.bfloat16))
     exact = (a.double() @ b.double()) * scale_a.double() * scale_b.double()
     magnitude = (a.double().abs() @ b.double().abs()) * scale_a.double() * scale_b.double()
     exact = exact if bias is None else exact + bias.double()
@@ -46,7 +47,7 @@ def test_int8_sums_are_exact_at_their_largest() -> None:
     a[1, ::2] = -127
     b = torch.full((3, 5384), 127, dtype=torch.int8).t()
     ones = torch.ones(2, 1), torch.ones(1, 3)
-    out = gemm_library.scaled_gemm_reference(a, b, *ones, None, torch.float32)
+    out = gemm_library.scaled_gemm_reference(Product(a, b, *ones, None, torch.float32))
     assert torch.equal(out.double(), (a.double() @ b.double()).float().double())
     assert torch.equal(gemm_library._int8_product(a, b), torch._int_mm(a, b))
 

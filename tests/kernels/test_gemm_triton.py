@@ -8,6 +8,7 @@ import torch
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
 from vllm_h3_quant.kernels.gemm_library import scaled_gemm_reference
 from vllm_h3_quant.kernels.gemm_triton import Tile, scaled_gemm_triton
+from vllm_h3_quant.kernels.product import Product
 from vllm_h3_quant.kernels.quantize import quantize_rows_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -38,8 +39,8 @@ def allowed(fmt: CodeFormat, a: torch.Tensor, b: torch.Tensor, *scales: torch.Te
 def test_odd_sizes(fmt: CodeFormat, m: int, n: int, k: int, with_bias: bool) -> None:
     a, b, scale_a, scale_b, bias = operands(fmt, m, n, k)
     given = bias if with_bias else None
-    out = scaled_gemm_triton(a, b, scale_a, scale_b, given, torch.float32, tile=SMALL)
-    expected = scaled_gemm_reference(a, b, scale_a, scale_b, given, torch.float32)
+    out = scaled_gemm_triton(Product(a, b, scale_a, scale_b, given, torch.float32), tile=SMALL)
+    expected = scaled_gemm_reference(Product(a, b, scale_a, scale_b, given, torch.float32))
     assert out.shape == (m, n)
     assert ((out - expected).double().abs() <= allowed(fmt, a, b, scale_a, scale_b)).all()
 
@@ -57,8 +58,8 @@ def test_odd_sizes(fmt: CodeFormat, m: int, n: int, k: int, with_bias: bool) -> 
 )
 def test_rounds_once_to_the_output_dtype(fmt: CodeFormat, dtype: torch.dtype) -> None:
     a, b, scale_a, scale_b, bias = operands(fmt, 40, 64, 96)
-    exact = scaled_gemm_triton(a, b, scale_a, scale_b, bias, torch.float32, tile=SMALL)
-    assert torch.equal(scaled_gemm_triton(a, b, scale_a, scale_b, bias, dtype, tile=SMALL), exact.to(dtype))
+    exact = scaled_gemm_triton(Product(a, b, scale_a, scale_b, bias, torch.float32), tile=SMALL)
+    assert torch.equal(scaled_gemm_triton(Product(a, b, scale_a, scale_b, bias, dtype), tile=SMALL), exact.to(dtype))
 
 
 def test_integer_sums_past_the_mantissa_of_fp32() -> None:
@@ -67,13 +68,13 @@ def test_integer_sums_past_the_mantissa_of_fp32() -> None:
     a[1, ::2], a[2, 7] = -127, 126
     b = torch.full((16, 2064), 127, dtype=torch.int8, device=DEVICE).t()
     ones = torch.ones(3, 1, device=DEVICE), torch.ones(1, 16, device=DEVICE)
-    out = scaled_gemm_triton(a, b, *ones, None, torch.float32, tile=SMALL)
+    out = scaled_gemm_triton(Product(a, b, *ones, None, torch.float32), tile=SMALL)
     assert torch.equal(out, (a.double() @ b.double()).float())
 
 
 @FORMATS
 def test_the_tile_of_the_device(fmt: CodeFormat) -> None:
     a, b, scale_a, scale_b, bias = operands(fmt, 130, 264, 144)
-    out = scaled_gemm_triton(a, b, scale_a, scale_b, bias, torch.float32)
-    expected = scaled_gemm_reference(a, b, scale_a, scale_b, bias, torch.float32)
+    out = scaled_gemm_triton(Product(a, b, scale_a, scale_b, bias, torch.float32))
+    expected = scaled_gemm_reference(Product(a, b, scale_a, scale_b, bias, torch.float32))
     assert ((out - expected).double().abs() <= allowed(fmt, a, b, scale_a, scale_b)).all()

@@ -20,7 +20,11 @@ from vllm.model_executor.layers.linear import (
 
 from vllm_h3_quant.config import Method
 from vllm_h3_quant.errors import H3QuantError
+from vllm_h3_quant.kernels import gemm, quantize
 from vllm_h3_quant.kernels.gemm import Backend
+from vllm_h3_quant.kernels.gemm_triton import scaled_gemm_triton
+from vllm_h3_quant.kernels.product import Product
+from vllm_h3_quant.kernels.quantize import quantize_rows_triton
 from vllm_h3_quant.methods import base
 from vllm_h3_quant.quant_config import H3QuantConfig, build
 from vllm_h3_quant.testing.numeric import relative_l2
@@ -187,6 +191,38 @@ def test_sizes_that_are_no_multiple_of_16(method: str, k: int, n: int, monkeypat
     x = randn(9, k, seed=6)
     # fp32 sums of the same products in another order, then one bf16 rounding.
     torch.testing.assert_close(padded(x), plain(x), rtol=2**-7, atol=2**-8)
+
+
+@METHODS
+def test_a_layer_through_the_triton_kernels(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs where no library serves the product, under Triton's interpreter: the layer comes out the same.
+
+    fp32 sums of K products in another order: K * 2^-24 of the sum of magnitudes. fp32 activations, since the
+    interpreter truncates to bf16.
+    """
+    plain, weight, _ = filled(method, 512, 48, bias=True)
+    x = randn(9, 512, seed=3).float()
+    expected = plain(x)
+
+    used = []
+
+    def triton(product: Product) -> torch.Tensor:
+        used.append("product")
+        return scaled_gemm_triton(product)
+
+    def quantize_triton(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        used.append("quantize")
+        return quantize_rows_triton(*args, **kwargs)
+
+    monkeypatch.setattr(quantize, "_implementation", lambda _: quantize_triton)
+    monkeypatch.setattr(gemm, "_backend_of", lambda *_: replace(gemm.select(gemm.INT8, None), run=triton))
+    layer, _, _ = filled(method, 512, 48, bias=True)
+    out = layer(x)
+    assert used == ["quantize", "quantize", "product"], "weight, activation, product"
+    assert out.dtype is torch.float32
+    assert torch.equal(layer.weight.view(torch.uint8), plain.weight.view(torch.uint8))
+    magnitude = (x.abs() @ weight.float().abs().t()).max()
+    torch.testing.assert_close(out, expected, rtol=0, atol=float(magnitude) * 512 * 2**-24)
 
 
 @METHODS

@@ -12,18 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
 from vllm_h3_quant.kernels import gemm_library as library
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
 from vllm_h3_quant.kernels.gemm_triton import scaled_gemm_triton
+from vllm_h3_quant.kernels.product import Product
 
 Capability = tuple[int, int]
-Gemm = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.dtype],
-    torch.Tensor,
-]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -42,8 +40,7 @@ class Backend:
             for a backend of the CPU.
         alignment: K and N must be multiples of this; the weight is padded with zeros at load.
         out_dtypes: what it rounds to.
-        run: ``(a, b, scale_a, scale_b, bias, out_dtype)`` with ``a`` ``(M, K)`` contiguous, ``b``
-            ``(K, N)`` with stride ``(1, K)``, ``scale_a`` ``(M, 1)`` and ``scale_b`` ``(1, N)`` fp32.
+        run: computes a product.
         missing: why the backend cannot be used in this process, or None.
         takes_bias: whether it adds a bias.
     """
@@ -53,7 +50,7 @@ class Backend:
     capabilities: tuple[Capability, Capability] | None
     alignment: int
     out_dtypes: tuple[torch.dtype, ...]
-    run: Gemm
+    run: Callable[[Product], torch.Tensor]
     missing: Callable[[], str | None] = nothing_missing
     takes_bias: bool = True
 
@@ -110,6 +107,11 @@ def _sm(capability: Capability) -> int:
     return capability[0] * 10 + capability[1]
 
 
+@torch.library.custom_op(
+    "h3_quant::scaled_gemm",
+    mutates_args=(),
+    schema="(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype) -> Tensor",
+)
 def scaled_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -120,41 +122,18 @@ def scaled_gemm(
 ) -> torch.Tensor:
     """The product by the device's backend, as one operator that torch.compile knows.
 
-    Arguments as in :attr:`Backend.run`; K and N are multiples of the backend's alignment.
+    Arguments as in :class:`Product`; K and N are multiples of the backend's alignment.
 
     Raises:
         NoBackend: nothing on this device takes the codes or writes ``out_dtype``.
     """
-    return _scaled_gemm_op(a, b, scale_a, scale_b, bias, out_dtype)
-
-
-@torch.library.custom_op(
-    "h3_quant::scaled_gemm",
-    mutates_args=(),
-    schema="(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype) -> Tensor",
-)
-def _scaled_gemm_op(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
     backend = _backend_of(a.dtype, a.device, out_dtype, bias is not None)
-    return backend.run(a, b, scale_a, scale_b, bias, out_dtype)
+    return backend.run(Product(a, b, scale_a, scale_b, bias, out_dtype))
 
 
-@_scaled_gemm_op.register_fake
-def _(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    return a.new_empty(a.shape[0], b.shape[1], dtype=out_dtype)
+@scaled_gemm.register_fake
+def _(*operands: Any) -> torch.Tensor:
+    return Product(*operands).empty_out()
 
 
 @cache

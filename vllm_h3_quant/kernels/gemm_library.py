@@ -1,4 +1,4 @@
-"""The scaled product by the libraries at hand, and in plain PyTorch; the arguments are those of ``Backend.run``."""
+"""The scaled product by the libraries at hand, and in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -6,29 +6,13 @@ import importlib.util
 
 import torch
 
-
-def scaled_gemm_reference(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """The product in plain PyTorch: fp32 for FP8 codes, exact for INT8 codes."""
-    product = _int8_product(a, b).float() if a.dtype is torch.int8 else a.float() @ b.float()
-    return _scale(product, scale_a, scale_b, bias, out_dtype)
+from vllm_h3_quant.kernels.product import Product
 
 
-def _scale(
-    product: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    out = product * scale_a * scale_b
-    return (out if bias is None else out + bias.float()).to(out_dtype)
+def scaled_gemm_reference(product: Product) -> torch.Tensor:
+    """The product in plain PyTorch: fp32 sums for FP8 codes, exact ones for INT8 codes."""
+    a, b = product.a, product.b
+    return product.scale(_int8_product(a, b).float() if a.dtype is torch.int8 else a.float() @ b.float())
 
 
 def _int8_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -40,31 +24,17 @@ def _int8_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return sum((x.float() @ y.float()).int() for x, y in parts)
 
 
-def torch_scaled_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def torch_scaled_mm(product: Product) -> torch.Tensor:
     """``torch._scaled_mm`` with one scale a row and a column, for FP8 codes, bf16 output and no bias."""
+    a, b, scale_a, scale_b, bias, out_dtype = product
     assert bias is None, "the table sends products with a bias elsewhere"
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, use_fast_accum=True)
 
 
-def vllm_cutlass(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def vllm_cutlass(product: Product) -> torch.Tensor:
     """vLLM's CUTLASS kernel, for both formats and bf16 or fp16 output."""
-    out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
-    bias = None if bias is None else bias.to(out_dtype)
-    torch.ops._C.cutlass_scaled_mm(out, a, b, scale_a, scale_b, bias)
+    out = product.empty_out()
+    torch.ops._C.cutlass_scaled_mm(out, product.a, product.b, product.scale_a, product.scale_b, product.bias_as_out())
     return out
 
 
@@ -73,29 +43,15 @@ def vllm_cutlass_missing() -> str | None:
     return None if hasattr(torch.ops._C, "cutlass_scaled_mm") else "needs vLLM's CUDA extension, which is not loaded"
 
 
-def torch_int_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def torch_int_mm(product: Product) -> torch.Tensor:
     """``torch._int_mm`` for INT8 codes, scaled afterwards."""
-    rows = a.shape[0]
+    a, rows = product.a, product.a.shape[0]
     if rows <= 16:  # cuBLASLt takes more than 16 rows only
         a = torch.nn.functional.pad(a, (0, 0, 0, 17 - rows))
-    return _scale(torch._int_mm(a, b)[:rows].float(), scale_a, scale_b, bias, out_dtype)
+    return product.scale(torch._int_mm(a, product.b)[:rows].float())
 
 
-def comfy_kitchen_int8(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+def comfy_kitchen_int8(product: Product) -> torch.Tensor:
     """comfy-kitchen's CUTLASS kernel for INT8 codes. Its public ``int8_linear`` quantizes the activation itself,
     so this calls the extension below it (0.2.40).
 
@@ -104,8 +60,11 @@ def comfy_kitchen_int8(
     """
     from comfy_kitchen.backends import cuda
 
-    out = torch.empty(a.shape[0], b.shape[1], dtype=out_dtype, device=a.device)
-    bias = torch.empty(0, dtype=out_dtype, device=a.device) if bias is None else bias.to(out_dtype)
+    a, b, scale_a, scale_b, _, out_dtype = product
+    out = product.empty_out()
+    bias = product.bias_as_out()
+    if bias is None:
+        bias = out.new_empty(0)
     # Stream -1: no synchronization, which a CUDA graph could not capture.
     operands = [t.detach().__dlpack__(stream=-1) for t in (a, b.t(), scale_a, scale_b.reshape(-1), bias, out)]
     stream = torch.cuda.current_stream(a.device).cuda_stream

@@ -17,6 +17,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_h3_quant.kernels.device import multiprocessors
+from vllm_h3_quant.kernels.product import Product
 
 
 @dataclass(frozen=True)
@@ -38,25 +39,13 @@ GROUP_ROWS = 8
 """Tiles of this many row blocks run next to each other, so that they share their columns in L2."""
 
 
-def scaled_gemm_triton(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    *,
-    tile: Tile | None = None,
-) -> torch.Tensor:
-    """The product of ``a`` ``(M, K)`` contiguous and ``b`` ``(K, N)`` with stride ``(1, K)``.
-
-    K must be a multiple of 16 and N of 8 (descriptors need 16-byte rows). ``scale_a`` is ``(M, 1)`` and ``scale_b``
-    ``(1, N)``, both fp32.
-    """
+def scaled_gemm_triton(product: Product, *, tile: Tile | None = None) -> torch.Tensor:
+    """The product in one launch; K must be a multiple of 16 and N of 8 (descriptors need 16-byte rows)."""
+    a, b, scale_a, scale_b, bias, _ = product
     rows, depth = a.shape
     columns = b.shape[1]
     tile = tile or default_tile(a.device)
-    out = torch.empty(rows, columns, dtype=out_dtype, device=a.device)
+    out = product.empty_out()
     programs = min(multiprocessors(a.device), triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns))
     _scaled_gemm_kernel[(programs,)](
         TensorDescriptor.from_tensor(a, [tile.rows, tile.depth]),
