@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from shapes import H3, parse_integers, parse_tokens, quantize_bytes
+from shapes import H3, parse_ranks, parse_rotations, parse_tokens, quantize_bytes
 
 from vllm_h3_quant.kernels.formats import FP8, INT8
 from vllm_h3_quant.kernels.quantize import quantize_rows
@@ -26,8 +26,8 @@ from vllm_h3_quant.testing.bench_report import Row, report
 
 def main(
     tokens: Annotated[Any, typer.Option(parser=parse_tokens, metavar="N,4s,..", help="Tokens, or seconds.")] = "4s",
-    rotation: Annotated[Any, typer.Option(parser=parse_integers, metavar="G,..", help="Hadamard groups.")] = "256",
-    tp: Annotated[Any, typer.Option(parser=parse_integers, metavar="R,..", help="Tensor-parallel ranks.")] = "1",
+    rotation: Annotated[Any, typer.Option(parser=parse_rotations, metavar="G,..", help="Hadamard groups.")] = "256",
+    tp: Annotated[Any, typer.Option(parser=parse_ranks, metavar="R,..", help="Tensor-parallel ranks.")] = "1",
     repeat: Annotated[int, typer.Option(min=1, help="Timed calls of each variant.")] = 30,
     csv: Annotated[Path | None, typer.Option(help="Append the rows to this file.")] = None,
 ) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from vllm_h3_quant.kernels.hadamard import MAX_GROUP
+
 TENSOR_PARALLEL = (1, 2, 4, 8)
 
 TOKENS: dict[int, int] = {4: 32_704, 5: 38_592, 10: 73_728, 15: 109_952}
@@ -121,13 +123,30 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     return tuple(clips[part] if part in clips else _positive(part, clips) for part in text.split(","))
 
 
-def parse_integers(text: str) -> tuple[int, ...]:
-    """Positive numbers from a list such as ``"1,2,4"``.
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Tensor-parallel sizes from a list such as ``"1,2,4"``.
 
     Raises:
-        ValueError: an entry that is none.
+        ValueError: an entry over which the model cannot be split.
     """
-    return tuple(_positive(part) for part in text.split(","))
+    return _chosen(text, TENSOR_PARALLEL)
+
+
+def parse_rotations(text: str) -> tuple[int, ...]:
+    """Widths of Hadamard groups from a list such as ``"128,256"``.
+
+    Raises:
+        ValueError: an entry that is no power of two from 2 to the largest group.
+    """
+    return _chosen(text, tuple(2**level for level in range(1, MAX_GROUP.bit_length())))
+
+
+def _chosen(text: str, known: tuple[int, ...]) -> tuple[int, ...]:
+    numbers = tuple(_positive(part) for part in text.split(","))
+    for number in numbers:
+        if number not in known:
+            raise ValueError(f"{number} is none of {', '.join(map(str, known))}")
+    return numbers
 
 
 def _positive(part: str, names: dict[str, int] | None = None) -> int:

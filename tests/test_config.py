@@ -61,3 +61,11 @@ def test_refusals_are_one_line_and_name_the_value(method: str, options: dict[str
     assert "\n" not in message
     assert message.startswith("component 'transformer'")
     assert all(part in message for part in says), message
+
+
+def test_the_widest_rotation_is_the_kernels() -> None:
+    """The configuration knows no kernels, so it holds a number of its own."""
+    from vllm_h3_quant.config import MAX_ROTATION
+    from vllm_h3_quant.kernels.hadamard import MAX_GROUP
+
+    assert MAX_ROTATION == MAX_GROUP

@@ -103,7 +103,13 @@ class TestShapes:
 
     def test_parse(self, shapes: Any) -> None:
         assert shapes.parse_tokens("4s,15s,8") == (32704, 109952, 8)
-        assert shapes.parse_integers("1,2") == (1, 2)
+        assert shapes.parse_ranks("1,2") == (1, 2)
+        assert shapes.parse_rotations("16,512") == (16, 512)
+        with pytest.raises(ValueError, match=r"^3 is none of 1, 2, 4, 8$"):
+            shapes.parse_ranks("1,3")
+        for text in ("3", "1024", "1"):
+            with pytest.raises(ValueError, match=f"^{text} is none of 2, 4, 8, 16, 32, 64, 128, 256, 512$"):
+                shapes.parse_rotations(text)
         for text in ("3s", "0", "-1", "", "4,", "x"):
             with pytest.raises(ValueError, match="is no positive number or one of 4s, 5s, 10s, 15s"):
                 shapes.parse_tokens(text)
