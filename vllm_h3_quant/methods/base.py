@@ -95,7 +95,7 @@ class H3LinearMethod(LinearMethodBase):
         self.arrival.watch("weight")
 
     def watch_bias(self, layer: LinearBase) -> None:
-        """Count the bias too, now that the linear has registered it."""
+        """Count the bias too, now that the linear has registered it, and take the backend for one."""
         if getattr(layer, "bias", None) is not None:
             self.backend = backend_for(self.options.method, biased=True)
             self.arrival.watch("bias")
