@@ -15,6 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_h3_quant.kernels import gemm_triton, quantize
+from vllm_h3_quant.kernels.attention import codes, int8, scaling
+from vllm_h3_quant.kernels.attention.documents import TILE
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
 from vllm_h3_quant.kernels.hadamard import factors
 
@@ -29,14 +31,105 @@ def main(capability: int) -> None:
         tile = gemm_triton.LARGE_SHARED_MEMORY if capability in (80, 90, 100) else gemm_triton.SMALL_SHARED_MEMORY
         ptx = compiled(gemm_triton._scaled_gemm_kernel, *gemm_arguments(fmt, tile), capability)
         print("gemm", fmt.name, "wgmma" in ptx, "mma" in ptx)
+    v_format = FP8 if capability >= 89 else INT8
+    for size in (64, 128):
+        ptx = compiled(codes._codes_kernel, *codes_arguments(v_format, size), capability, enable_fp_fusion=False)
+        print("codes", size, "fma.rn.f32" in ptx)
+        compiled(scaling._part_kernel, *part_arguments(size), capability)
+        arguments = attention_arguments(v_format, size, descriptors=capability >= 90)
+        binary = compiled_whole(int8._int8_attention_kernel, *arguments, capability, num_stages=int8.STAGES)
+        ptx = binary.asm["ptx"]
+        found = [word in ptx for word in ("wgmma", "cp.async", "shfl.sync.idx")]
+        print("attention", size, binary.metadata.shared, *found)
 
 
-def compiled(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int, capability: int) -> str:
+def compiled(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int, capability: int, **options: Any
+) -> str:
+    return compiled_whole(kernel, signature, constants, warps, capability, **options).asm["ptx"]
+
+
+def compiled_whole(
+    kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int, capability: int, **options: Any
+) -> Any:
     names = list(kernel.arg_names)
     types = {name: signature.get(name, "constexpr") for name in names}
-    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in signature.items() if kind != "i64"}
+    aligned = {
+        (names.index(name),): [["tt.divisibility", 16]]
+        for name, kind in signature.items()
+        if kind not in ("i64", "fp32") and name not in ("heads", "tokens")
+    }
     source = ASTSource(kernel, types, constants, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps}).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, **options})
+
+
+def part_arguments(size: int) -> tuple[dict[str, str], dict[str, Any], int]:
+    strides = ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "heads")
+    signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16") | dict.fromkeys(("tiles_ptr", "spans_ptr"), "*i32")
+    constants = {
+        "PEAKS": True,
+        "TILE": TILE,
+        "PART": scaling._PART,
+        "SIZE": size,
+        "FIELDS": scaling._FIELDS,
+        "ROWS": scaling._ROWS,
+        "UNROLL": scaling._UNROLL,
+    }
+    return signature | {"parts_ptr": "*fp32"} | dict.fromkeys(strides, "i32"), constants, 1
+
+
+def codes_arguments(v_format: CodeFormat, size: int) -> tuple[dict[str, str], dict[str, Any], int]:
+    inner, outer = factors(size)
+    signature = {name: "*fp32" for name in codes._codes_kernel.arg_names if name.endswith("_ptr")}
+    signature |= dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16") | {"tiles_ptr": "*i32"}
+    signature |= {"q_out_ptr": "*i8", "k_out_ptr": "*i8", "v_out_ptr": "*fp8e4nv" if v_format is FP8 else "*i8"}
+    for name in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "heads", "tokens", "slots"):
+        signature[name] = "i32"
+    constants = {
+        "IN_SLOTS": True,
+        "V_FP8": v_format is FP8,
+        "TILE": TILE,
+        "SIZE": size,
+        "OUTER": outer,
+        "INNER": inner,
+        "INT8_MAX": INT8.max,
+        "AMAX_MIN": quantize.AMAX_MIN,
+        "INTERPRETED": False,
+    }
+    return signature, constants, 8
+
+
+def attention_arguments(
+    v_format: CodeFormat, size: int, *, descriptors: bool
+) -> tuple[dict[str, str], dict[str, Any], int]:
+    code = "fp8e4nv" if v_format is FP8 else "i8"
+    blocks = {"q_codes": ("i8", int8.QUERIES, size), "k_codes": ("i8", TILE, size), "v_codes": (code, size, TILE)}
+    signature = {
+        name: f"tensordesc<{kind}[{rows}, {columns}]>" if descriptors else f"*{kind}"
+        for name, (kind, rows, columns) in blocks.items()
+    } | {
+        "q_divisor_ptr": "*fp32",
+        "k_divisor_ptr": "*fp32",
+        "v_divisor_ptr": "*fp32",
+        "v_mean_ptr": "*fp32",
+        "out_ptr": "*bf16",
+        "tiles_ptr": "*i32",
+        "spans_ptr": "*i32",
+        "scale": "fp32",
+        "heads": "i32",
+        "slots": "i32",
+    }
+    constants = {
+        "LARGEST": 256.0,
+        "LOG_LARGEST": 8.0,
+        "FP8": v_format is FP8,
+        "QUERIES": int8.QUERIES,
+        "TILE": TILE,
+        "SIZE": size,
+        "DESCRIPTORS": descriptors,
+        "INTERPRETED": False,
+    }
+    return signature, constants, int8.WARPS
 
 
 def quantize_arguments(fmt: CodeFormat, rotation: int) -> tuple[dict[str, str], dict[str, Any], int]:

@@ -23,3 +23,10 @@ def test_compiles(capability: int, formats: int) -> None:
     assert divisions == [["True", "False"]] * 2 * formats, "scales must not depend on an approximate division"
     products = [line[2:] for line in lines if line[0] == "gemm"]
     assert products == [[str(capability == 90), "True"]] * formats, "the product must use the matrix units"
+    attention = [line[1:] for line in lines if line[0] == "attention"]
+    assert [line[0] for line in attention] == ["64", "128"]
+    assert all(int(shared) <= 99 * 1024 for _, shared, *_ in attention), "the smallest GPUs have 99 KiB"
+    # Matrix units of a warp group on Hopper; copies that run ahead; and, but for sm_100 whose scores lie elsewhere,
+    # probabilities that do not travel between threads on the way to their product with V.
+    assert [line[2:] for line in attention] == [[str(capability == 90), "True", str(capability == 100)]] * 2
+    assert [line[2] for line in lines if line[0] == "codes"] == ["False"] * 2, "codes must not depend on contraction"

@@ -17,16 +17,12 @@ from typing import Any
 import torch
 
 from vllm_h3_quant.kernels import gemm_library as library
+from vllm_h3_quant.kernels.backend import Capability, NoBackend, nothing_missing, out_of_range
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
 from vllm_h3_quant.kernels.gemm_triton import scaled_gemm_triton
 from vllm_h3_quant.kernels.product import Product
 
-Capability = tuple[int, int]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-
-def nothing_missing() -> None:
-    """For a backend that every process has."""
 
 
 @dataclass(frozen=True)
@@ -58,24 +54,14 @@ class Backend:
         self, capability: Capability | None, out_dtype: torch.dtype = BF16, *, biased: bool = False
     ) -> str | None:
         """Why this backend does not serve ``capability`` (None is the CPU) and the product; None when it does."""
-        if self.capabilities is None:
-            return None if capability is None else "runs on the CPU only"
-        if capability is None:
-            return "needs a CUDA device"
-        first, end = self.capabilities
-        if capability < first:
-            return f"needs sm_{_sm(first)} or above"
-        if capability >= end:
-            return f"is not built for sm_{_sm(end)} and above"
+        reason = out_of_range(self.capabilities, capability)
+        if reason is not None or self.capabilities is None:
+            return reason
         if out_dtype not in self.out_dtypes:
             return f"does not write {str(out_dtype).removeprefix('torch.')}"
         if biased and not self.takes_bias:
             return "adds no bias"
         return self.missing()
-
-
-class NoBackend(LookupError):
-    """No backend serves the format on the device. The message lists each with its reason."""
 
 
 def select(
@@ -101,10 +87,6 @@ def select(
             return backend
         reasons.append(f"{backend.name} {reason}")
     raise NoBackend("; ".join(reasons))
-
-
-def _sm(capability: Capability) -> int:
-    return capability[0] * 10 + capability[1]
 
 
 @torch.library.custom_op(

@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from vllm_h3_quant.kernels.device import multiprocessors
+from vllm_h3_quant.kernels.encode import encode
 from vllm_h3_quant.kernels.formats import BY_NAME, FP8, CodeFormat
 from vllm_h3_quant.kernels.hadamard import COLUMNS, check_group, factors, hadamard_reference, join_columns, rotate_tile
 
@@ -292,11 +293,11 @@ def _quantize_row(
         divisor = tl.load(divisor_ptr)
         precise = False
     else:
-        bits = _amax_bits(first, COLUMNS)
+        bits = amax_bits(first, COLUMNS)
         if SECOND:
             if FIRST > SECOND:
                 bits = tl.max(tl.reshape(bits, (FIRST // SECOND, SECOND // COLUMNS)), axis=0)
-            bits = tl.maximum(bits, _amax_bits(second, COLUMNS))
+            bits = tl.maximum(bits, amax_bits(second, COLUMNS))
         amax = tl.max(bits, axis=0).to(tl.float32, bitcast=True)
         precise = amax <= PRECISE_AMAX
         divisor = _divisor(amax, MAX, AMAX_MIN, AMAX_MAX)
@@ -322,7 +323,7 @@ def _rotated(raw, OUTER: tl.constexpr, INNER: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def _amax_bits(xs, COLUMNS: tl.constexpr):
+def amax_bits(xs, COLUMNS: tl.constexpr):
     """Bits of the largest magnitudes over the tuple; as integers those of a NaN are larger than all others."""
     amax = tl.abs(xs[0])
     for i in tl.static_range(1, COLUMNS):
@@ -364,34 +365,10 @@ def _store_codes(
             q = tl.div_rn(xs[i], divisor)  # the interpreter has no fused multiply-add
         else:
             q = tl.fma(xs[i], reciprocal, xs[i] * rest)
-        codes = codes + (_encode(q, out_ptr.dtype.element_ty, FP8, INTERPRETED),)
+        codes = codes + (encode(q, out_ptr.dtype.element_ty, FP8, INTERPRETED),)
     if COLUMNS > 1:
         code = tl.reshape(join_columns(codes, TILE // COLUMNS, COLUMNS), (TILE,))
     else:
         code = codes[0]
     columns = start + tl.arange(0, TILE)
     tl.store(out_ptr + columns, code, mask=columns < out_width)
-
-
-@triton.jit
-def _encode(q, dtype: tl.constexpr, FP8: tl.constexpr, INTERPRETED: tl.constexpr):
-    if FP8:
-        if INTERPRETED:
-            q = _round_to_e4m3(q)
-        code = q.to(dtype)
-    else:
-        # Adding 1.5 * 2^23 rounds to the nearest even integer and leaves it in the low bits.
-        code = (q + 12582912.0).to(tl.int32, bitcast=True).to(dtype)
-    return code
-
-
-@triton.jit
-def _round_to_e4m3(x):
-    """Nearest e4m3 value, ties to even, as fp32. GPUs do this in the conversion; the interpreter truncates."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) & -0x100000
-    # Below 2^-6 the values are 2^-9 apart: 1.5 * 2^23 * 2^-9 rounds to that step.
-    subnormal = ((tl.abs(x) + 24576.0) - 24576.0).to(tl.int32, bitcast=True)
-    rounded = tl.where(tl.abs(x) < 0.015625, subnormal, normal)
-    return (rounded | (bits & -0x80000000)).to(tl.float32, bitcast=True)

@@ -8,8 +8,9 @@ from vllm.platforms import current_platform
 
 from vllm_h3_quant.config import Method
 from vllm_h3_quant.errors import H3QuantError
+from vllm_h3_quant.kernels.backend import Capability, NoBackend
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
-from vllm_h3_quant.kernels.gemm import Backend, Capability, NoBackend, select
+from vllm_h3_quant.kernels.gemm import Backend, select
 
 FORMATS: dict[Method, CodeFormat] = {Method.FP8: FP8, Method.INT8: INT8}
 

@@ -1,0 +1,144 @@
+"""Which implementation serves which kind of 8-bit attention on which device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vllm_h3_quant.kernels.attention.codes import (
+    slot_codes_reference,
+    slot_codes_triton,
+    token_codes_reference,
+    token_codes_triton,
+)
+from vllm_h3_quant.kernels.attention.documents import locate_documents
+from vllm_h3_quant.kernels.attention.fp8 import flash_attention_missing, fp8_attention_flash, fp8_attention_reference
+from vllm_h3_quant.kernels.attention.int8 import int8_attention_reference, int8_attention_triton
+from vllm_h3_quant.kernels.attention.scaling import scaling_reference, scaling_triton
+from vllm_h3_quant.kernels.backend import Capability, NoBackend, nothing_missing, out_of_range
+from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
+
+KINDS: tuple[str, ...] = ("int8", "fp8")
+FASTEST_FIRST: tuple[str, ...] = ("fp8", "int8")
+SHARP_ERROR: dict[str, float] = {"int8": 0.035, "fp8": 0.110}
+"""Relative error that each kind stays below where scores are sharp: synthetic operands with an RMS of q and k of 4.0.
+Tests on the GPU hold it; docs/fidelity.md has what was measured."""
+
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+"""``(q, k, v, cu_seqlens, max_seqlen, softmax_scale)``."""
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """One implementation of one kind.
+
+    Attributes:
+        name: as printed in logs and reports.
+        kind: one of :data:`KINDS`.
+        capabilities: first served CUDA compute capability and the first one past the range, or None
+            for a backend of the CPU.
+        run: attention from packed ``(tokens, heads, head_size)`` operands, preparation included.
+        missing: why the backend cannot be used in this process, or None.
+    """
+
+    name: str
+    kind: str
+    capabilities: tuple[Capability, Capability] | None
+    run: Run
+    missing: Callable[[], str | None] = nothing_missing
+
+    def refusal(self, capability: Capability | None) -> str | None:
+        """Why this backend does not serve ``capability`` (None is the CPU); None when it does."""
+        return out_of_range(self.capabilities, capability) or self.missing()
+
+
+def select(kind: str, capability: Capability | None) -> AttentionBackend:
+    """The first backend for ``kind`` on a device.
+
+    Raises:
+        NoBackend: with every backend of the kind and why it does not fit.
+    """
+    reasons = []
+    for backend in BACKENDS:
+        if backend.kind == kind:
+            reason = backend.refusal(capability)
+            if reason is None:
+                return backend
+            reasons.append(f"{backend.name} {reason}")
+    raise NoBackend("; ".join(reasons))
+
+
+def choose(capability: Capability | None, error_bound: float) -> tuple[str | None, str]:
+    """What ``auto`` stands for on a device.
+
+    Args:
+        capability: CUDA compute capability, or None for the CPU.
+        error_bound: largest :data:`SHARP_ERROR` that is accepted.
+
+    Returns:
+        The fastest kind within the bound, or None for the stock attention; and the reason.
+    """
+    if capability is not None and (10, 0) <= capability < (12, 0):
+        return None, "Triton has no fast INT8 product for this GPU, and its stock attention is faster than on others"
+    reasons = []
+    for kind in FASTEST_FIRST:
+        if SHARP_ERROR[kind] > error_bound:
+            reasons.append(f"{kind} may be {SHARP_ERROR[kind]:.1%} off on sharp scores")
+            continue
+        try:
+            select(kind, capability)
+        except NoBackend as error:
+            reasons.append(str(error))
+            continue
+        return kind, "; ".join([f"the fastest within {error_bound:.0%} on sharp scores", *reasons])
+    return None, "; ".join(reasons)
+
+
+def _int8(v_format: CodeFormat) -> Run:
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+    ) -> torch.Tensor:
+        documents = locate_documents(cu_seqlens, q.shape[0])
+        scaling = scaling_triton(q, k, v, documents, v_format=v_format, by_head=False)
+        codes = slot_codes_triton(q, k, v, documents, scaling, v_format)
+        return int8_attention_triton(codes, scaling, documents, scale, q.dtype)
+
+    return run
+
+
+def _int8_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+) -> torch.Tensor:
+    documents = locate_documents(cu_seqlens, q.shape[0])
+    scaling = scaling_reference(q, k, v, documents, v_format=FP8, by_head=False)
+    codes = slot_codes_reference(q, k, v, documents, scaling, FP8)
+    return int8_attention_reference(codes, scaling, documents, scale, q.dtype)
+
+
+def _fp8(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+) -> torch.Tensor:
+    documents = locate_documents(cu_seqlens, q.shape[0])
+    scaling = scaling_triton(q, k, v, documents, v_format=FP8, by_head=True)
+    codes = token_codes_triton(q, k, v, documents, scaling)
+    return fp8_attention_flash(codes, scaling, documents, scale, q.dtype, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+
+
+def _fp8_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+) -> torch.Tensor:
+    documents = locate_documents(cu_seqlens, q.shape[0])
+    scaling = scaling_reference(q, k, v, documents, v_format=FP8, by_head=True)
+    codes = token_codes_reference(q, k, v, documents, scaling)
+    return fp8_attention_reference(codes, scaling, documents, scale, q.dtype)
+
+
+BACKENDS: tuple[AttentionBackend, ...] = (
+    AttentionBackend("Triton INT8 attention, FP8 V", "int8", ((8, 9), (13, 0)), _int8(FP8)),
+    AttentionBackend("Triton INT8 attention, INT8 V", "int8", ((8, 0), (8, 9)), _int8(INT8)),
+    AttentionBackend("PyTorch reference INT8 attention", "int8", None, _int8_reference),
+    AttentionBackend("FlashAttention-3 FP8", "fp8", ((9, 0), (10, 0)), _fp8, flash_attention_missing),
+    AttentionBackend("PyTorch reference FP8 attention", "fp8", None, _fp8_reference),
+)
