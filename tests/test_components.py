@@ -30,6 +30,8 @@ def name_of(config: Any) -> str | None:
         ({"transformer": {"method": "h3_int8"}, "text_encoder": None}, "h3_int8", None),
         ({"default": "h3_fp8", "text_encoder": None}, "h3_fp8", None),
         ({"transformer": "h3_fp8", "vae": None}, "h3_fp8", None),
+        ({"transformer": "h3_fp8_full", "text_encoder": "h3_int8"}, "h3_fp8", "h3_int8"),
+        ({"default": "h3_int8_full"}, "h3_int8", "h3_int8"),
     ],
 )
 def test_forms(spec: dict[str, Any], transformer: str | None, text_encoder: str | None) -> None:
@@ -54,7 +56,8 @@ def test_strictest_capability_counts() -> None:
 
 
 def test_crosses_processes() -> None:
-    config = build_quant_config({"transformer": {"method": "h3_int8", "rotation": 64}, "text_encoder": None})
+    options = {"method": "h3_int8_full", "rotation": 64, "attention_skip_layers": [0, 1]}
+    config = build_quant_config({"transformer": options, "text_encoder": None})
     again = pickle.loads(pickle.dumps(config))
     assert again.resolve("transformer").options == config.resolve("transformer").options
     assert again.resolve("text_encoder") is None
@@ -82,6 +85,15 @@ def test_mappings_without_our_methods_stay_upstreams() -> None:
         ({"transformer": "h3_fp8", "vae": "h3_fp8"}, ["'vae'", "remote code of the checkpoint"]),
         ({"transformer": {"method": "h3_fp8", "quant_method": "h3_int8"}}, ["'transformer'", "'quant_method'"]),
         ({"transformer": "h3_fp8", "text_encoder": {"rotation": 4}}, ["'text_encoder'", "'method'"]),
+        ({"transformer": "h3_fp8_ful"}, ["'h3_fp8_ful'", "did you mean 'h3_fp8_full'"]),
+        (
+            {"transformer": "h3_fp8", "text_encoder": "h3_int8_full"},
+            ["component 'text_encoder'", "attention='auto' is for the layers of 'transformer'", "write 'h3_int8'"],
+        ),
+        (
+            {"default": "h3_fp8_full", "transformer": None},
+            ["component 'default'", "attention='auto'", "'default' does not reach", "write 'h3_fp8'"],
+        ),
     ],
 )
 def test_refusals(spec: dict[str, Any], says: list[str]) -> None:

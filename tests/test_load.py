@@ -185,6 +185,58 @@ def test_report(load_pipeline: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "transformer: 25 of 31 linears quantized by" in caplog.text
 
 
+class TestAttention:
+    """8-bit attention, asked for in each of the two places."""
+
+    def reported(self, monkeypatch: pytest.MonkeyPatch, path: Path, load: Callable[[], Any]) -> report.LoadReport:
+        monkeypatch.setenv(report.REPORT_VARIABLE, str(path / "report.json"))
+        load()
+        return report.LoadReport.model_validate_json((path / "report.json").read_text())
+
+    def test_the_report_counts_layers_and_names_the_kernel(
+        self, load_pipeline: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        config = {"transformer": {"method": "h3_int8_full", "attention_skip_layers": [1]}, "text_encoder": "h3_fp8"}
+        written = self.reported(monkeypatch, tmp_path, lambda: load_pipeline(config))
+        attention = written.components["transformer"].attention
+        assert (attention.layers, attention.quantized) == (5, 2)
+        assert sum(attention.kernels.values()) == 2
+        assert attention.kept == {"skipped by selector": 1, "token refiner, not asked for": 2}
+        assert attention.why
+        assert written.components["text_encoder"].attention == report.AttentionReport()
+        assert f"{attention.why}; the engine's: " in report.lines(written)[1]
+
+    def test_the_engines_option_without_a_configuration(
+        self, load_pipeline: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        from vllm_h3_quant.plugin import register_general
+
+        register_general()
+        option = {"diffusion_kv_cache_dtype": "fp8", "diffusion_kv_cache_skip_layers": "0-1"}
+        written = self.reported(monkeypatch, tmp_path, lambda: load_pipeline(None, **option))
+        attention = written.components["transformer"].attention
+        assert written.method is None
+        assert written.components["transformer"].quantized == 0
+        assert (attention.quantized, attention.why) == (1, "")
+
+    def test_an_engine_without_it_after_one_with_it(
+        self, load_pipeline: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        load_pipeline("h3_fp8_full")
+        written = self.reported(monkeypatch, tmp_path, lambda: load_pipeline(None))
+        assert written.method is None
+        assert [part.attention.quantized for part in written.components.values()] == [0, 0]
+
+    def test_a_block_that_is_not_there(self, load_pipeline: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+        from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
+
+        monkeypatch.setattr(
+            DiffusersPipelineLoader, "get_all_weights", lambda *a, **k: pytest.fail("weights were read")
+        )
+        with pytest.raises(H3QuantError, match="attention_skip_layers names block 9, the nearest of this model is 2"):
+            load_pipeline({"method": "h3_fp8_full", "attention_skip_layers": "0,9"})
+
+
 class TestRefusals:
     def test_an_entry_that_matches_nothing(self, load_pipeline: Load) -> None:
         config = {"method": "h3_fp8", "ignored_layers": ["blocks.0.attn", "blocks.0.attn.q_proj"]}
@@ -217,9 +269,10 @@ class TestRefusals:
         from vllm_h3_quant.load_session import before_load
         from vllm_h3_quant.quant_config import build
 
-        config = SimpleNamespace(parallel_config=SimpleNamespace(use_hsdp=True))
+        ours = build("h3_fp8", where="test")
+        config = SimpleNamespace(parallel_config=SimpleNamespace(use_hsdp=True), quantization_config=ours)
         with pytest.raises(H3QuantError, match="h3_fp8 keeps transposed weights, which HSDP cannot shard"):
-            before_load([build("h3_fp8", where="test")], config, torch.nn.Module())
+            before_load([ours], config, torch.nn.Module())
 
     def test_codes_without_their_scales(self, load_pipeline: Load, own_model: Path) -> None:
         name = "blocks.0.mlp.fc2.weight"

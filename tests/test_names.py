@@ -32,6 +32,21 @@ def test_replaced_names(monkeypatch: pytest.MonkeyPatch, plain: str, ours: str) 
     assert build_quant_config({"transformer": plain, "text_encoder": plain}).resolve("transformer").get_name() == ours
 
 
+@pytest.mark.parametrize("name", ["h3_fp8_full", "h3_int8_full", "H3-INT8-full"])
+def test_presets_are_names_like_the_methods(name: str) -> None:
+    for spec in (name, {"method": name}, {"quant_method": name}):
+        config = build_quant_config(spec)
+        assert isinstance(config, H3QuantConfig)
+        assert config.options.attention == "auto"
+        assert config.get_name() == names.normalize(name).removesuffix("_full")
+    by_component = build_quant_config({"transformer": name, "text_encoder": None})
+    assert by_component.resolve("transformer").options == config.options
+
+
+def test_the_checkpoint_may_name_a_preset() -> None:
+    assert H3QuantConfig.from_config({"quant_method": "h3_fp8_full"}).options.attention == "auto"
+
+
 def test_only_the_named_one_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(names.REPLACE_VARIABLE, "int8")
     assert not isinstance(build_quant_config("fp8"), H3QuantConfig)

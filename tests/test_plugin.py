@@ -33,18 +33,21 @@ def test_importing_the_plugin_brings_neither_torch_nor_vllm() -> None:
     assert found.stdout.strip() == "[]"
 
 
-def test_registering_does_not_touch_the_loader() -> None:
-    """Models of other methods start as if the package were not installed."""
+def test_registering_touches_neither_loader_nor_attention() -> None:
+    """Other models start as if the package were not installed; the attention layer is patched when it comes."""
     code = (
         "import sys; from vllm_h3_quant.plugin import register_general; register_general();"
-        "print([m for m in ('vllm_omni.diffusion.model_loader.diffusers_loader', 'vllm_h3_quant.methods')"
-        " if m in sys.modules])"
+        "layer = 'vllm_omni.diffusion.attention.layer';"
+        "print([m for m in ('vllm_omni.diffusion.model_loader.diffusers_loader', 'vllm_h3_quant.methods', layer)"
+        " if m in sys.modules]);"
+        "from vllm_omni.diffusion.attention.layer import Attention;"
+        "print(Attention._init_kv_cache_quantization.__wrapped__.__globals__['__name__'] == layer)"
     )
     environment = {key: value for key, value in os.environ.items() if key != "VLLM_H3_QUANT_REPORT"}
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120, env=environment
     )
-    assert found.stdout.splitlines()[-1] == "[]"
+    assert found.stdout.splitlines()[-2:] == ["[]", "True"]
 
 
 def test_registering_twice_is_registering_once() -> None:

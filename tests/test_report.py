@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from vllm_h3_quant.report import ComponentReport, LoadReport, lines
+from typing import Any
+
+from vllm_h3_quant.report import AttentionReport, ComponentReport, LoadReport, lines
 
 
 def report(**kernels: int) -> LoadReport:
     part = ComponentReport(linears=31, quantized=sum(kernels.values()), kernels=kernels, weight_bytes=3 << 20)
     return LoadReport(method="h3_fp8", components={"transformer": part})
+
+
+def attention(**values: Any) -> str:
+    part = ComponentReport(
+        linears=1, quantized=0, kernels={}, weight_bytes=0, attention=AttentionReport(layers=5, **values)
+    )
+    said = lines(LoadReport(method=None, components={"transformer": part}))
+    assert said[0].startswith("transformer: 0 of 1 linears")
+    assert len(said) <= 2
+    return said[1] if len(said) == 2 else ""
 
 
 def test_one_kernel_is_named_without_a_count() -> None:
@@ -22,3 +34,22 @@ def test_several_kernels_are_counted() -> None:
 
 def test_nothing_quantized_names_no_method() -> None:
     assert lines(report()) == ["transformer: 0 of 31 linears quantized, 3.0 MiB of linear weights on this rank"]
+
+
+def test_attention_that_was_not_asked_for_is_not_mentioned() -> None:
+    assert attention() == ""
+
+
+def test_attention_names_its_kernel_and_what_is_kept() -> None:
+    said = attention(quantized=3, kernels={"Triton INT8": 3}, kept={"token refiner, not asked for": 2})
+    assert said == (
+        "transformer: 3 of 5 attention layers in 8 bits (Triton INT8); the engine's: 2 token refiner, not asked for"
+    )
+
+
+def test_attention_says_why_auto_chose() -> None:
+    said = attention(quantized=5, kernels={"Triton INT8": 5}, why="faster than fp8 here")
+    assert said == "transformer: 5 of 5 attention layers in 8 bits (Triton INT8), auto: faster than fp8 here"
+    assert attention(kept={"kept by auto": 5}, why="no kernel") == (
+        "transformer: 0 of 5 attention layers in 8 bits, auto: no kernel; the engine's: 5 kept by auto"
+    )

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm_omni.quantization import ComponentQuantizationConfig, build_quant_config
 
 from vllm_h3_quant import load_session, names
+from vllm_h3_quant.config import NO_ATTENTION
 from vllm_h3_quant.errors import H3QuantError, unknown
 from vllm_h3_quant.methods.scope import TEXT_ENCODER, TRANSFORMER, UNREACHED_COMPONENTS
 from vllm_h3_quant.quant_config import H3QuantConfig, build
@@ -49,7 +50,8 @@ def build_components(spec: Mapping[str, Any]) -> H3ComponentConfig:
     """Configurations from ``{component: name | mapping | None}``.
 
     Raises:
-        H3QuantError: unknown component, or a component that cannot be quantized.
+        H3QuantError: unknown component, a component that cannot be quantized, or 8-bit attention in a
+            configuration that does not reach the transformer.
     """
     configs: dict[str, QuantizationConfig | None] = {}
     default = None
@@ -67,7 +69,20 @@ def build_components(spec: Mapping[str, Any]) -> H3ComponentConfig:
             default = config
         else:
             configs[component] = config
-    return H3ComponentConfig(configs, default)
+    built = H3ComponentConfig(configs, default)
+    for component, config in {**configs, DEFAULT: default}.items():
+        if isinstance(config, H3QuantConfig) and config is not built.resolve(TRANSFORMER):
+            _refuse_attention(config, component)
+    return built
+
+
+def _refuse_attention(config: H3QuantConfig, component: str) -> None:
+    options = config.options
+    if options.attention != NO_ATTENTION:
+        raise H3QuantError(
+            f"{config.where}: attention={options.attention!r} is for the layers of {TRANSFORMER!r}, which"
+            f" {component!r} does not reach here; write {options.method.value!r} or attention={NO_ATTENTION!r}"
+        )
 
 
 def _build_one(value: object, where: str) -> QuantizationConfig | None:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from vllm_h3_quant import selector
 from vllm_h3_quant.errors import H3QuantError, unknown
 
 
@@ -25,6 +26,8 @@ class Method(str, Enum):
 METHODS: tuple[str, ...] = tuple(method.value for method in Method)
 
 MAX_ROTATION = 512
+
+NO_ATTENTION: Literal["none"] = "none"
 
 
 class H3QuantOptions(BaseModel):
@@ -40,6 +43,13 @@ class H3QuantOptions(BaseModel):
             negligible part of its time.
         rotation: width of the Hadamard rotation of the input dimension before INT8 quantization,
             a power of two up to 512, or 0 for none. FP8 takes none.
+        attention: ``none`` keeps the engine's attention in the DiT's blocks, ``int8`` and ``fp8`` replace
+            it, ``auto`` takes the fastest that the GPU runs with an error that fits the method: FP8 linears
+            accept more than INT8 ones.
+        attention_skip_layers: DiT blocks that keep the engine's attention, a selector such as
+            ``0-3,46-49`` or a list of indices.
+        attention_skip_steps: denoising steps that keep it, in the same form, counted from 0.
+        attention_token_refiner: whether the token refiner's attention is replaced too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
@@ -48,6 +58,10 @@ class H3QuantOptions(BaseModel):
     ignored_layers: tuple[str, ...] = ()
     adaln: Literal["quantize", "keep"] = "quantize"
     rotation: int = 0
+    attention: Literal["none", "int8", "fp8", "auto"] = NO_ATTENTION
+    attention_skip_layers: str = ""
+    attention_skip_steps: str = ""
+    attention_token_refiner: bool = False
 
     @field_validator("ignored_layers", mode="before")
     @classmethod
@@ -55,6 +69,11 @@ class H3QuantOptions(BaseModel):
         if isinstance(value, str):
             raise ValueError(f"expected a list of names, for example [{value!r}]")
         return () if value is None else value
+
+    @field_validator("attention_skip_layers", "attention_skip_steps", mode="before")
+    @classmethod
+    def _canonical_selector(cls, value: object) -> str:
+        return selector.canonical(value)
 
     @field_validator("rotation")
     @classmethod
@@ -65,11 +84,16 @@ class H3QuantOptions(BaseModel):
         return value
 
 
-PRESETS: dict[Method, dict[str, Any]] = {
-    Method.FP8: {},
-    Method.INT8: {"rotation": 256},
+PRESETS: dict[str, dict[str, Any]] = {
+    "h3_fp8": {"method": Method.FP8},
+    "h3_int8": {"method": Method.INT8, "rotation": 256},
+    "h3_fp8_full": {"method": Method.FP8, "attention": "auto"},
+    "h3_int8_full": {"method": Method.INT8, "rotation": 256, "attention": "auto"},
 }
-"""What a method name alone stands for."""
+"""What a name alone stands for: a method and the keys that differ from their defaults."""
+
+NAMES: tuple[str, ...] = tuple(PRESETS)
+"""Every name that may be given as a method."""
 
 KEYS: tuple[str, ...] = tuple(key for key in H3QuantOptions.model_fields if key != "method")
 
@@ -78,7 +102,7 @@ def parse(method: str, options: Mapping[str, Any] | None = None, *, where: str) 
     """Check a method name and its keys and freeze them.
 
     Args:
-        method: a name of :class:`Method`; ``-`` counts as ``_``, upper case as lower case.
+        method: a name of :data:`PRESETS`; ``-`` counts as ``_``, upper case as lower case.
         options: the keys beside the method; read only, never changed.
         where: where the configuration was given, for the error.
 
@@ -86,21 +110,28 @@ def parse(method: str, options: Mapping[str, Any] | None = None, *, where: str) 
         H3QuantError: unknown method or key (with the nearest valid one), or a bad value.
     """
     name = str(method).lower().replace("-", "_")
-    if name not in METHODS:
-        raise unknown("method", method, METHODS, where=where)
+    if name not in PRESETS:
+        raise unknown("method", method, NAMES, where=where)
     given = dict(options or {})
     for key in given:
         if key not in KEYS:
             raise unknown(f"key of {name}", key, KEYS, where=where)
-    chosen = Method(name)
-    if chosen is Method.FP8 and given.get("rotation"):
+    if PRESETS[name]["method"] is Method.FP8 and given.get("rotation"):
         raise H3QuantError(
             f"{where}: rotation={given['rotation']!r} has no use with {name}; remove it or use {Method.INT8.value}"
         )
     try:
-        return H3QuantOptions(method=chosen, **{**PRESETS[chosen], **given})
+        parsed = H3QuantOptions(**{**PRESETS[name], **given})
     except ValidationError as error:
         raise _one_line(error, where) from None
+    if parsed.attention == NO_ATTENTION:
+        for key in ("attention_skip_layers", "attention_skip_steps", "attention_token_refiner"):
+            if getattr(parsed, key):
+                raise H3QuantError(
+                    f"{where}: {key}={given[key]!r} has no use with attention='{NO_ATTENTION}'; remove it or set"
+                    " attention to 'auto', 'int8' or 'fp8'"
+                )
+    return parsed
 
 
 def _one_line(error: ValidationError, where: str) -> H3QuantError:

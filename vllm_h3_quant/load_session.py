@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.nn import Module
 from vllm.model_executor.layers.linear import LinearBase
 
 from vllm_h3_quant import report
+from vllm_h3_quant.attention import layers as attention
 from vllm_h3_quant.errors import H3QuantError, nearest
 from vllm_h3_quant.log import get_logger
 from vllm_h3_quant.methods.base import H3LinearMethod
 from vllm_h3_quant.methods.lora import refuse_merging_backend
 from vllm_h3_quant.methods.scope import TEXT_ENCODER, TRANSFORMER, matches, parents
 from vllm_h3_quant.survey import survey
+from vllm_h3_quant.upstream.attention import Decision, install
 from vllm_h3_quant.upstream.lora import keep_on_device
 from vllm_h3_quant.upstream.model_loader import around_load_weights
 
 logger = get_logger(__name__)
 
 
+@runtime_checkable
 class AskedConfig(Protocol):
     """What the checks read of a configuration: what was asked of it and what it answered."""
 
@@ -41,7 +44,16 @@ def prepare(configs: Iterable[AskedConfig]) -> None:
     asked = list(configs)
     around_load_weights(partial(before_load, asked), partial(after_load, asked))
     if asked:
+        install(decide_attention)
         keep_on_device(lambda pipeline: bool(_quantized(pipeline)))
+
+
+def decide_attention(layer: Any, od_config: Any) -> Decision | None:
+    """What becomes of an attention layer; checks and report are put around the load where nothing else did."""
+    decision = attention.decide(layer, od_config)
+    if decision is not None and not _holds_ours(od_config):
+        prepare([])
+    return decision
 
 
 def before_load(configs: Sequence[AskedConfig], od_config: Any, model: Module) -> None:
@@ -49,8 +61,11 @@ def before_load(configs: Sequence[AskedConfig], od_config: Any, model: Module) -
 
     Raises:
         H3QuantError: HSDP or a LoRA backend that merges with a method of ours, a configuration that
-            reached no linear, or an ``ignored_layers`` entry that matches none.
+            reached no linear or no attention layer, or an ``ignored_layers`` entry or a selected block that
+            matches none.
     """
+    if not _holds_ours(od_config):
+        configs = []  # an engine before this one left them behind in this process
     if configs and od_config.parallel_config.use_hsdp:
         raise H3QuantError(
             f"{configs[0].where}: {configs[0].get_name()} keeps transposed weights, which HSDP cannot shard;"
@@ -62,6 +77,7 @@ def before_load(configs: Sequence[AskedConfig], od_config: Any, model: Module) -
         for config in configs:
             _check_reached(config)
             _check_entries(config)
+    attention.check(od_config, model)
     for layer in _quantized(model):
         layer.quant_method.watch_bias(layer)
 
@@ -72,11 +88,19 @@ def after_load(configs: Sequence[AskedConfig], od_config: Any, model: Module) ->
         layer.quant_method.process_weights_after_loading(layer)
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
-    names = sorted({config.get_name() for config in configs})
+    names = sorted({config.get_name() for config in configs}) if _holds_ours(od_config) else []
     loaded = survey(model, "+".join(names) or None)
     for line in report.lines(loaded):
         logger.info("%s", line)
     report.write_if_asked(loaded)
+
+
+def _holds_ours(od_config: Any) -> bool:
+    """Whether an engine was given a configuration of this package, for one component or for all."""
+    held = od_config.quantization_config
+    by_component = getattr(held, "component_configs", {})
+    default = getattr(held, "default_config", None)
+    return any(isinstance(config, AskedConfig) for config in (held, *by_component.values(), default))
 
 
 def _quantized(model: Module) -> list[Any]:

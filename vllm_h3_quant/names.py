@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_h3_quant.config import METHODS, Method
+from vllm_h3_quant.config import NAMES, Method
 from vllm_h3_quant.errors import H3QuantError, unknown
 
 REPLACE_VARIABLE = "VLLM_H3_QUANT_REPLACE"
@@ -63,7 +63,7 @@ def claims_components(spec: Mapping[str, Any]) -> bool:
 
 def served() -> tuple[str, ...]:
     """Every name that this package registers in this process."""
-    return (*METHODS, *replaced())
+    return (*NAMES, *replaced())
 
 
 def translate(name: str, options: Mapping[str, Any], *, where: str) -> tuple[str, dict[str, Any]]:

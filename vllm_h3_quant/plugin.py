@@ -38,8 +38,11 @@ def register() -> None:
 
 
 def register_general() -> None:
-    """:func:`register`, and the load report where one is asked for."""
+    """:func:`register`, the engine's own attention option for MiniMax-H3, and the load report where asked for."""
     register()
+    from vllm_h3_quant.upstream import attention
+
+    attention.install_on_import(_decide_attention)
     if os.environ.get("VLLM_H3_QUANT_REPORT"):
         from vllm_h3_quant import load_session
 
@@ -66,6 +69,12 @@ def cpu_platform() -> str | None:
 
 def _cpu_asked() -> bool:
     return os.environ.get("VLLM_TARGET_DEVICE", "").lower() == "cpu"
+
+
+def _decide_attention(layer: Any, od_config: Any) -> Any:
+    from vllm_h3_quant.load_session import decide_attention
+
+    return decide_attention(layer, od_config)
 
 
 def _build(method: str, **options: Any) -> Any:

@@ -11,7 +11,8 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
 from vllm_h3_quant import load_session, names
-from vllm_h3_quant.config import H3QuantOptions, Method, parse
+from vllm_h3_quant.attention.device import choice_for
+from vllm_h3_quant.config import NO_ATTENTION, H3QuantOptions, Method, parse
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.log import get_logger
 from vllm_h3_quant.methods.base import H3LinearMethod
@@ -19,7 +20,7 @@ from vllm_h3_quant.methods.device import backend_for
 from vllm_h3_quant.methods.fp8 import H3Fp8LinearMethod
 from vllm_h3_quant.methods.int8 import H3Int8LinearMethod
 from vllm_h3_quant.methods.scope import matches, role_of
-from vllm_h3_quant.upstream import factory, lora, model_loader, preflight
+from vllm_h3_quant.upstream import attention, factory, lora, model_loader, preflight
 
 logger = get_logger(__name__)
 
@@ -113,13 +114,22 @@ def build(method: str, options: Mapping[str, Any] | None = None, *, where: str) 
         logger.info("%s: %s is served by %s (%s)", where, method, name, names.REPLACE_VARIABLE)
     check_upstream()
     backend_for(parsed.method)
+    if parsed.attention != NO_ATTENTION:
+        _check_attention(parsed, where)
     return H3QuantConfig(parsed, where=where)
 
 
 @cache
 def check_upstream() -> None:
     """Refuse, once a process, to work with a vLLM-Omni whose patched symbols have moved."""
-    preflight.require((*factory.SYMBOLS, *model_loader.SYMBOLS, *lora.SYMBOLS))
+    preflight.require((*factory.SYMBOLS, *model_loader.SYMBOLS, *lora.SYMBOLS, *attention.SYMBOLS))
+
+
+def _check_attention(options: H3QuantOptions, where: str) -> None:
+    try:
+        choice_for(options.attention, options.method)
+    except H3QuantError as error:
+        raise H3QuantError(f"{where}: {error}") from None
 
 
 def _rebuild(options: dict[str, Any], where: str) -> H3QuantConfig:

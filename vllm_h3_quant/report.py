@@ -1,4 +1,4 @@
-"""What a load reports: linears, kernels and bytes of each component. Data only; reading it needs no engine."""
+"""What a load reports: linears, attention and bytes of each component. Data only; reading it needs no engine."""
 
 from __future__ import annotations
 
@@ -11,14 +11,35 @@ REPORT_VARIABLE = "VLLM_H3_QUANT_REPORT"
 """Path of a JSON file that the first rank writes after loading."""
 
 
+class AttentionReport(BaseModel):
+    """Attention layers of one component.
+
+    Attributes:
+        layers: the engine's attention layers in the component.
+        quantized: those that run in 8 bits.
+        kernels: 8-bit layers by backend.
+        kept: layers that keep the engine's attention although 8 bits were asked for, by reason.
+        why: why this kind, where ``auto`` chose; empty otherwise.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    layers: int = 0
+    quantized: int = 0
+    kernels: dict[str, int] = {}
+    kept: dict[str, int] = {}
+    why: str = ""
+
+
 class ComponentReport(BaseModel):
-    """Linears of one component on one rank.
+    """One component on one rank.
 
     Attributes:
         linears: vLLM linears in the component.
         quantized: those that hold 8-bit codes.
         kernels: quantized linears by GEMM backend.
         weight_bytes: bytes of all linears' parameters: weights, scales and biases.
+        attention: its attention layers.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -27,6 +48,7 @@ class ComponentReport(BaseModel):
     quantized: int
     kernels: dict[str, int]
     weight_bytes: int
+    attention: AttentionReport = AttentionReport()
 
 
 class LoadReport(BaseModel):
@@ -39,19 +61,33 @@ class LoadReport(BaseModel):
 
 
 def lines(report: LoadReport) -> list[str]:
-    """One log line a component."""
-    return [
-        f"{name}: {part.quantized} of {part.linears} linears quantized"
-        + (f" by {report.method} ({_kernels(part)})" if part.quantized else "")
-        + f", {part.weight_bytes / 2**20:.1f} MiB of linear weights on this rank"
-        for name, part in report.components.items()
-    ]
+    """A log line a component for its linears, and one for its attention where 8 bits were asked for."""
+    said = []
+    for name, part in report.components.items():
+        said.append(
+            f"{name}: {part.quantized} of {part.linears} linears quantized"
+            + (f" by {report.method} ({_kernels(part.kernels)})" if part.quantized else "")
+            + f", {part.weight_bytes / 2**20:.1f} MiB of linear weights on this rank"
+        )
+        if part.attention.quantized or part.attention.kept:
+            said.append(f"{name}: {_attention(part.attention)}")
+    return said
 
 
-def _kernels(part: ComponentReport) -> str:
-    if len(part.kernels) == 1:
-        return next(iter(part.kernels))
-    return ", ".join(f"{count} {kernel}" for kernel, count in part.kernels.items())
+def _attention(part: AttentionReport) -> str:
+    kept = ", ".join(f"{count} {reason}" for reason, count in part.kept.items())
+    return (
+        f"{part.quantized} of {part.layers} attention layers in 8 bits"
+        + (f" ({_kernels(part.kernels)})" if part.quantized else "")
+        + (f", auto: {part.why}" if part.why else "")
+        + (f"; the engine's: {kept}" if kept else "")
+    )
+
+
+def _kernels(kernels: dict[str, int]) -> str:
+    if len(kernels) == 1:
+        return next(iter(kernels))
+    return ", ".join(f"{count} {kernel}" for kernel, count in kernels.items())
 
 
 def write_if_asked(report: LoadReport) -> None:

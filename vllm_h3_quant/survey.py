@@ -1,30 +1,55 @@
-"""Counts a loaded pipeline's linears for the load report."""
+"""Counts a loaded pipeline's linears and attention layers for the load report."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from typing import Any
 
 from torch.nn import Module
 from vllm.model_executor.layers.linear import LinearBase
 
+from vllm_h3_quant.attention.implementation import QuantizedAttention
 from vllm_h3_quant.methods.base import H3LinearMethod
-from vllm_h3_quant.report import ComponentReport, LoadReport
+from vllm_h3_quant.report import AttentionReport, ComponentReport, LoadReport
+from vllm_h3_quant.upstream.attention import decision_of, layers
 
 
 def survey(model: Module, method: str | None) -> LoadReport:
-    """Count the linears of ``model`` by its direct children."""
-    layers: dict[str, list[LinearBase]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, LinearBase):
-            layers.setdefault(name.split(".", 1)[0], []).append(module)
-    return LoadReport(method=method, components={name: _component(found) for name, found in layers.items()})
+    """Count the linears and attention layers of ``model`` by its direct children."""
+    linears = _by_component((name, m) for name, m in model.named_modules() if isinstance(m, LinearBase))
+    attention = _by_component(layers(model))
+    return LoadReport(
+        method=method,
+        components={name: _component(found, attention.get(name, [])) for name, found in linears.items()},
+    )
 
 
-def _component(linears: list[LinearBase]) -> ComponentReport:
+def _by_component(named: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = defaultdict(list)
+    for name, module in named:
+        found[name.split(".", 1)[0]].append(module)
+    return found
+
+
+def _component(linears: list[LinearBase], attention: list[Any]) -> ComponentReport:
     methods = [layer.quant_method for layer in linears if isinstance(layer.quant_method, H3LinearMethod)]
     return ComponentReport(
         linears=len(linears),
         quantized=len(methods),
         kernels=dict(Counter(method.backend.name for method in methods)),
         weight_bytes=sum(p.numel() * p.element_size() for layer in linears for p in layer.parameters(recurse=False)),
+        attention=_attention(attention),
+    )
+
+
+def _attention(layers: list[Any]) -> AttentionReport:
+    ours = [layer.attention for layer in layers if isinstance(layer.attention, QuantizedAttention)]
+    decisions = [decision for layer in layers if (decision := decision_of(layer)) is not None]
+    return AttentionReport(
+        layers=len(layers),
+        quantized=len(ours),
+        kernels=dict(Counter(implementation.kernel for implementation in ours)),
+        kept=dict(Counter(decision.kept for decision in decisions if decision.kept)),
+        why=next((decision.why for decision in decisions), ""),
     )

@@ -11,6 +11,7 @@ from engine_process import Generated, generate
 HERE = Path(__file__).parent
 
 FP8, INT8 = "h3_fp8", "h3_int8"
+CAT, DOG = "a cat plays the piano", "a dog barks at the moon"
 RUNS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "string_fp8": {"arguments": {"quantization": FP8}},
@@ -33,6 +34,14 @@ RUNS: dict[str, dict[str, Any]] = {
             "pin_cpu_memory": False,
         }
     },
+    "full_fp8": {
+        # Two requests in one forward, which needs step_execution, and each of them by itself.
+        "arguments": {"quantization": "h3_fp8_full", "step_execution": True, "max_num_seqs": 2},
+        "calls": [([CAT, DOG], None), ([CAT], None), ([DOG], None)],
+        "debug": ["vllm_omni.diffusion.models.minimax_h3.pipeline_minimax_h3"],
+    },
+    "full_int8": {"arguments": {"quantization_config": "h3_int8_full"}},
+    "engine_option": {"arguments": {"diffusion_kv_cache_dtype": "fp8", "diffusion_kv_cache_skip_layers": "0"}},
     "replaced_fp8": {"arguments": {"quantization": "fp8"}, "env": {"VLLM_H3_QUANT_REPLACE": "fp8,int8"}},
     "replaced_int8": {"arguments": {"quantization": "int8"}, "env": {"VLLM_H3_QUANT_REPLACE": "fp8,int8"}},
 }

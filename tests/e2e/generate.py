@@ -2,8 +2,9 @@
 
     python generate.py MODEL OUT_DIR '{"name": {"arguments": {"quantization": "h3_fp8"}, ...}, ...}'
 
-A run has ``arguments`` (of ``Omni``), ``env`` (variables for it) and ``requests`` (how often the same
-request is made) or ``loras`` (for each request the path and scale of its LoRA, or null); it leaves
+A run has ``arguments`` (of ``Omni``), ``env`` (variables for it), ``debug`` (loggers that also print their
+debug lines) and one of ``requests`` (how often the same request is made), ``loras`` (for each request the path
+and scale of its LoRA, or null) and ``calls`` (for each the prompts given at once and their LoRA); it leaves
 ``OUT_DIR/NAME.npz`` and ``OUT_DIR/NAME.json``, the load report.
 """
 
@@ -11,12 +12,15 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+PROMPT = "a cat plays the piano"
 
 
 def main(model: str, out: str, runs: str) -> None:
@@ -30,10 +34,15 @@ def main(model: str, out: str, runs: str) -> None:
         before = copy.deepcopy(arguments)
         os.environ.update({"VLLM_H3_QUANT_REPORT": str(Path(out) / f"{name}.json"), **run.get("env", {})})
         print(f"## {name} starts", flush=True)
+        for logger in map(logging.getLogger, run.get("debug", [])):
+            logger.setLevel(logging.DEBUG)
+            logger.addHandler(logging.StreamHandler(sys.stdout))
         omni = Omni(model=model, trust_remote_code=True, task_type="t2va", **{"enforce_eager": True, **arguments})
         assert arguments == before, "the caller's configuration was changed"
         saved: dict[str, Any] = {}
-        for index, lora in enumerate(run.get("loras", [None] * run.get("requests", 1))):
+        loras = run.get("loras", [None] * run.get("requests", 1))
+        outputs = []
+        for prompts, lora in run.get("calls", [([PROMPT], lora) for lora in loras]):
             sampling = OmniDiffusionSamplingParams(
                 height=64,
                 width=64,
@@ -45,7 +54,8 @@ def main(model: str, out: str, runs: str) -> None:
             if lora:
                 path, sampling.lora_scale = lora
                 sampling.lora_request = LoRARequest("adapter", stable_lora_int_id(path), path)
-            (output,) = omni.generate({"prompt": "a cat plays the piano"}, sampling)
+            outputs += omni.generate([{"prompt": prompt} for prompt in prompts], sampling)
+        for index, output in enumerate(outputs):
             saved[f"video{index}"] = np.asarray(output.images[0])
             saved[f"audio{index}"] = np.asarray(output.multimodal_output["audio"])
         np.savez(Path(out) / f"{name}.npz", **saved)

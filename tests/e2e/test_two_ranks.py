@@ -1,4 +1,4 @@
-"""Tensor parallelism over two processes (gloo on a CPU)."""
+"""Tensor and sequence parallelism over two processes (gloo on a CPU)."""
 
 from __future__ import annotations
 
@@ -51,8 +51,12 @@ def test_shards_are_slices_of_the_single_rank(dumped: Path, load_pipeline: Calla
 @pytest.fixture(scope="module")
 def two_ranks(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Generated]:
     # Without step_execution the engine's worker hangs on a machine without an accelerator.
-    two = {"tensor_parallel_size": 2, "num_gpus": 2, "step_execution": True}
-    runs = {method: {"arguments": {"quantization_config": config, **two}} for method, config in CONFIGS.items()}
+    ranks = {"num_gpus": 2, "step_execution": True}
+    runs = {
+        method: {"arguments": {"quantization_config": config, "tensor_parallel_size": 2, **ranks}}
+        for method, config in CONFIGS.items()
+    }
+    runs["ulysses"] = {"arguments": {"quantization_config": "h3_int8_full", "ulysses_degree": 2, **ranks}}
     return generate(tiny_h3, tmp_path_factory.mktemp("two"), runs, timeout=500)
 
 
@@ -66,3 +70,14 @@ def test_the_clip_is_that_of_one_rank(
     # Activations of row-parallel linears get a scale for each half, so codes differ and the distance is
     # that of quantization: as far as one rank is from bf16, with 6 dB to spare.
     assert two.psnr(one) > one.psnr(bf16) - 6
+
+
+def test_attention_behind_ulysses_is_that_of_one_rank(
+    two_ranks: dict[str, Generated], clips: dict[str, Generated]
+) -> None:
+    """Each rank attends all tokens with one of the two heads, by the means and scales of the whole documents."""
+    two, one = two_ranks["ulysses"], clips["full_int8"]
+    assert two.report.components["transformer"].attention == one.report.components["transformer"].attention
+    assert "8-bit attention leaves calls" not in two.log
+    # Products of half the rows may round otherwise, which is less than what quantization does.
+    assert two.psnr(one) > one.psnr(clips["bf16"])

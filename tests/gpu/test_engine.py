@@ -14,6 +14,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "int8": {"arguments": {"quantization_config": {"transformer": "h3_int8", "text_encoder": "h3_fp8"}}},
     "compiled_fp8": {"arguments": {"quantization": "h3_fp8", "enforce_eager": False}},
     "compiled_int8": {"arguments": {"quantization": "h3_int8", "enforce_eager": False}},
+    "full_fp8": {"arguments": {"quantization": "h3_fp8_full"}},
+    "full_int8": {"arguments": {"quantization": "h3_int8_full", "enforce_eager": False}},
     "stock_fp8": {"arguments": {"quantization": "fp8"}},
 }
 
@@ -33,6 +35,8 @@ def clips(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         ("int8", {"vLLM CUTLASS INT8": 25}),
         ("compiled_fp8", FP8_KERNELS),
         ("compiled_int8", {"vLLM CUTLASS INT8": 25}),
+        ("full_fp8", FP8_KERNELS),
+        ("full_int8", {"vLLM CUTLASS INT8": 25}),
     ],
 )
 def test_clip(clips: dict[str, Generated], run: str, kernels: dict[str, int]) -> None:
@@ -40,6 +44,15 @@ def test_clip(clips: dict[str, Generated], run: str, kernels: dict[str, int]) ->
     assert clips[run].quantized == {"transformer": 25, "text_encoder": 8}
     print(f"{run}: {clips[run].psnr(clips['bf16']):.1f} dB, stock fp8: {clips['stock_fp8'].psnr(clips['bf16']):.1f} dB")
     assert clips[run].psnr(clips["bf16"]) > 25
+
+
+@pytest.mark.parametrize(
+    ("run", "kernel"), [("full_fp8", "FlashAttention-3 FP8"), ("full_int8", "Triton INT8 attention, FP8 V")]
+)
+def test_attention_in_8_bits(clips: dict[str, Generated], run: str, kernel: str) -> None:
+    attention = clips[run].report.components["transformer"].attention
+    assert attention.kernels == {kernel: 3}
+    assert attention.kept == {"token refiner, not asked for": 2}
 
 
 def test_the_platform_is_cuda_and_ours_is_not_imported() -> None:

@@ -29,6 +29,27 @@ def test_other_attention_backends_are_refused() -> None:
         current_omni_platform.get_diffusion_attn_backend_cls("FLASH_ATTN", 128)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_stays_within_documents(masked: bool) -> None:
+    """Two requests with their padding behind each; a mask describes one request, and is used as it is."""
+    from vllm_omni.diffusion.attention.backends.abstract import AttentionMetadata
+
+    from vllm_h3_quant.platforms.cpu_attention import CpuSDPABackend
+
+    assert CpuSDPABackend.supports_multi_doc_packed_varlen()
+    implementation = CpuSDPABackend.get_impl_cls()(num_heads=2, head_size=64, softmax_scale=0.125)
+    q, k, v = torch.randn(1, 20, 3, 2, 64, generator=torch.Generator().manual_seed(0)).unbind(2)
+    mask = torch.arange(20)[None] < 15 if masked else None
+    ends = [15, 20] if masked else [7, 9, 18, 20]
+    metadata = AttentionMetadata(attn_mask=mask, extra={"cu_seqlens_q": torch.tensor([0, *ends], dtype=torch.int32)})
+    out = implementation.forward(q, k, v, metadata)
+    for start, end in zip([0, *ends], ends, strict=False):
+        keys = slice(0, 15) if masked else slice(start, end)
+        parts = (t.transpose(1, 2) for t in (q[:, start:end], k[:, keys], v[:, keys]))
+        want = torch.nn.functional.scaled_dot_product_attention(*parts, scale=0.125).transpose(1, 2)
+        torch.testing.assert_close(out[:, start:end], want)
+
+
 def test_autoregressive_stages_are_refused() -> None:
     with pytest.raises(H3QuantError, match="autoregressive stages do not run"):
         current_omni_platform.get_omni_ar_worker_cls()

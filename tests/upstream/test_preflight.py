@@ -10,9 +10,11 @@ import pytest
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.plugin import register
 from vllm_h3_quant.quant_config import build, check_upstream
-from vllm_h3_quant.upstream import cpu_linear, factory, lora, model_loader, preflight, sdpa
+from vllm_h3_quant.upstream import attention, cpu_linear, factory, lora, model_loader, preflight, sdpa
 
-SYMBOLS = (*factory.SYMBOLS, *model_loader.SYMBOLS, *lora.SYMBOLS, *cpu_linear.SYMBOLS, *sdpa.SYMBOLS)
+SYMBOLS = tuple(
+    symbol for part in (factory, model_loader, lora, attention, cpu_linear, sdpa) for symbol in part.SYMBOLS
+)
 
 register()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm_h3_quant.cli.client import ClipRequest, request_clip
 from vllm_h3_quant.cli.server import Server, serving
-from vllm_h3_quant.config import METHODS
+from vllm_h3_quant.config import NAMES
 from vllm_h3_quant.errors import H3QuantError, unknown
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def parse_methods(text: str) -> list[str]:
     """
     methods = [part.strip() for part in text.split(",")]
     for method in methods:
-        if method not in (REFERENCE, *METHODS):
-            raise unknown("method", method, (REFERENCE, *METHODS), where="--methods")
+        if method not in (REFERENCE, *NAMES):
+            raise unknown("method", method, (REFERENCE, *NAMES), where="--methods")
     repeated = next((method for method in methods if methods.count(method) > 1), None)
     if repeated:
         raise H3QuantError(f"--methods: {repeated!r} is given more than once; name each method once")
