@@ -1,9 +1,9 @@
 """A whole MiniMax-H3 DiT block, and its parts, in every method in one interleaved run.
 
-The block is vLLM-Omni's own with its own attention backend: AdaLN, norms, qkv projection, RoPE, attention,
-output projection and MLP. Its weights are random with outlier channels and enter through the layers' weight
-loaders; the inputs have outlier channels too. ``update_error`` is the relative error of what the block adds
-to its input, ``y - x``, against the bf16 block's.
+The block is vLLM-Omni's own: AdaLN, norms, qkv projection, RoPE, attention, output projection and MLP, with the
+engine's attention backend but for the ``_full`` methods. Its weights are random with outlier channels and enter
+through the layers' weight loaders; the inputs have outlier channels too. ``update_error`` is the relative error of
+what the block adds to its input, ``y - x``, against the bf16 block's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from h3_layers import ALL_METHODS, block, check_methods, engine, kernel, normal, outlier_input, refusal, weight_mib
+from h3_layers import (
+    ALL_METHODS,
+    attention_kernel,
+    block,
+    check_methods,
+    engine,
+    kernel,
+    normal,
+    outlier_input,
+    refusal,
+    weight_mib,
+)
 from shapes import H3, TINY, BlockShape, parse_tokens
 
 from vllm_h3_quant.testing.bench import Variant, measure
@@ -97,14 +108,14 @@ def describe(blocks: dict[str, Any], x: torch.Tensor, arguments: dict[str, Any])
     """What the rows of the whole block tell beside times; no errors when bf16 is not measured."""
     bf16 = blocks.get("bf16")
     reference = None if bf16 is None else bf16(x, **arguments).float() - x.float()
-    about = {}
+    about: dict[str, dict[str, object]] = {}
     for method, model in blocks.items():
         error = None if reference is None else relative_l2(model(x, **arguments).float() - x.float(), reference)
         about[method] = {
             "update_error": error,
             "weight_mib": weight_mib(model),
             "kernel": kernel(model.attn.qkv_proj),
-            "attention": model.attn.attention.attn_backend.get_name(),
+            "attention": attention_kernel(model.attn.attention),
         }
     return about
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from h3_layers import (
-    ALL_METHODS,
+    LINEAR_METHODS,
     backends_here,
     check_methods,
     engine,
@@ -64,7 +64,7 @@ class Contender:
 def main(
     tokens: Annotated[Any, typer.Option(parser=parse_tokens, metavar="N,4s,..", help="Tokens, or seconds.")] = "4s",
     tp: Annotated[Any, typer.Option(parser=parse_ranks, metavar="R,..", help="Tensor-parallel ranks.")] = "1",
-    methods: Annotated[Any, typer.Option(parser=check_methods, metavar="M,..", help="Methods.")] = ALL_METHODS,
+    methods: Annotated[Any, typer.Option(parser=check_methods, metavar="M,..", help="Methods.")] = LINEAR_METHODS,
     gemm: Annotated[bool, typer.Option(help="Rows of the product alone.")] = True,
     tiny: Annotated[bool, typer.Option(help="Small layers, for a CPU.")] = False,
     repeat: Annotated[int, typer.Option(min=1, help="Timed calls of each variant.")] = 20,

@@ -11,7 +11,8 @@ import torch
 from shapes import BlockShape, Linear, Parallel
 from torch.nn import Module
 
-from vllm_h3_quant.config import METHODS as OURS
+from vllm_h3_quant.config import METHODS as PLAIN
+from vllm_h3_quant.config import NAMES as OURS
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.formats import INT8, CodeFormat
 from vllm_h3_quant.kernels.gemm import BACKENDS, Backend
@@ -19,8 +20,10 @@ from vllm_h3_quant.testing.engine import process_groups
 
 STOCK = ("fp8", "int8")
 METHODS = ("bf16", *STOCK, *OURS)
-"""Unquantized, vLLM-Omni's own methods and those of this package."""
+"""Unquantized, vLLM-Omni's own methods and those of this package, with and without 8-bit attention."""
 ALL_METHODS = ",".join(METHODS)
+LINEAR_METHODS = ",".join(("bf16", *STOCK, *PLAIN))
+"""Those whose linears differ."""
 
 
 @contextmanager
@@ -78,14 +81,13 @@ def check_methods(methods: str) -> tuple[str, ...]:
 
 def refusal(method: str, device: torch.device) -> str | None:
     """Why ``method`` cannot run on ``device``; None when it can."""
-    from vllm_h3_quant.config import Method
-    from vllm_h3_quant.methods.device import backend_for
+    from vllm_h3_quant.quant_config import build
 
     if method in STOCK and device.type != "cuda":
         return "vLLM-Omni serves it on CUDA only"
     if method in OURS:
         try:
-            backend_for(Method(method))
+            build(method, where="benchmark")
         except H3QuantError as error:
             return str(error)
     return None
@@ -141,8 +143,9 @@ def block(shape: BlockShape, method: str, device: torch.device) -> Module:
     from vllm.model_executor.layers.linear import LinearBase
     from vllm_omni.diffusion.models.minimax_h3.minimax_h3_transformer import MiniMaxH3DiTBlock
 
-    with _building_on(device):
-        model = MiniMaxH3DiTBlock(arch(shape), _quant_config(method), prefix="blocks.0")
+    config = _quant_config(method)
+    with _building_on(device), _engine_config(config):
+        model = MiniMaxH3DiTBlock(arch(shape), config, prefix="blocks.0")
         linears = [(name, module) for name, module in model.named_modules() if isinstance(module, LinearBase)]
         generator = torch.Generator(device).manual_seed(0)
         for name, layer in linears:
@@ -161,6 +164,21 @@ def block(shape: BlockShape, method: str, device: torch.device) -> Module:
             norm.weight.fill_(1.0)
         _finish(model)
     return model.eval()
+
+
+@contextmanager
+def _engine_config(quant_config: Any) -> Iterator[None]:
+    """The engine's configuration of MiniMax-H3, from which attention layers learn what was asked of them."""
+    from vllm_omni.diffusion.config import set_current_diffusion_config
+    from vllm_omni.diffusion.data import OmniDiffusionConfig
+
+    from vllm_h3_quant.load_session import decide_attention
+    from vllm_h3_quant.upstream.attention import MODEL_CLASSES, install
+
+    install(decide_attention)
+    config = OmniDiffusionConfig(model_class_name=MODEL_CLASSES[0], quantization_config=quant_config)
+    with set_current_diffusion_config(config):
+        yield
 
 
 def arch(shape: BlockShape) -> Any:
@@ -204,6 +222,12 @@ def kernel(layer: Module) -> str:
         return str(method.backend.name)
     chosen = getattr(method, "fp8_linear", getattr(method, "int8_linear", None))
     return type(chosen or method).__name__
+
+
+def attention_kernel(layer: Module) -> str:
+    """What computes attention, by the name that this package or the engine gives it."""
+    found: Any = layer
+    return str(getattr(found.attention, "kernel", found.attn_backend.get_name()))
 
 
 def weight_mib(model: Module) -> float:

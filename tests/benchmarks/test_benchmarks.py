@@ -16,6 +16,10 @@ import pytest
 import torch
 from vllm.config import set_current_vllm_config
 
+from vllm_h3_quant.kernels.attention.documents import locate_documents
+from vllm_h3_quant.testing.attention import Outliers, exact_attention, synthetic_qkv
+from vllm_h3_quant.testing.numeric import relative_l2
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
@@ -118,7 +122,8 @@ class TestShapes:
 class TestMethods:
     def test_known_names(self, h3_layers: Any) -> None:
         assert h3_layers.check_methods("bf16,h3_int8") == ("bf16", "h3_int8")
-        assert h3_layers.ALL_METHODS == "bf16,fp8,int8,h3_fp8,h3_int8"
+        assert h3_layers.ALL_METHODS == "bf16,fp8,int8,h3_fp8,h3_int8,h3_fp8_full,h3_int8_full"
+        assert h3_layers.LINEAR_METHODS == "bf16,fp8,int8,h3_fp8,h3_int8"
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -179,6 +184,7 @@ def of_the_engine(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[s
         tmp_path_factory.mktemp("rows"),
         ("bench_linear.py", "--tiny", "--tokens", "24", "--tp", "1,2"),
         ("bench_block.py", "--tiny", "--tokens", "64"),
+        ("bench_attention.py", "--tiny", "--tokens", "200", "--errors", "2"),
     )
 
 
@@ -234,10 +240,10 @@ def test_bench_linear(of_the_engine: tuple[list[dict[str, Any]], str]) -> None:
 def test_bench_block(of_the_engine: tuple[list[dict[str, Any]], str]) -> None:
     rows = [row for row in of_the_engine[0] if row["benchmark"] == "block"]
     parts = ["block", "qkv", "out", "mlp", "attention", "adaln"]
-    assert [row["case"]["part"] for row in rows[::5]] == parts
+    assert [row["case"]["part"] for row in rows[::7]] == parts
     for part in parts:
         found = variants(rows, part=part)
-        assert list(found) == ["bf16", "fp8", "int8", "h3_fp8", "h3_int8"]
+        assert list(found) == ["bf16", "fp8", "int8", "h3_fp8", "h3_int8", "h3_fp8_full", "h3_int8_full"]
         assert [name for name in found if found[name]["unavailable"]] == ["fp8", "int8"]
     extra = {name: row["extra"] for name, row in variants(rows, part="block").items()}
     assert extra["bf16"]["update_error"] == 0
@@ -246,4 +252,29 @@ def test_bench_block(of_the_engine: tuple[list[dict[str, Any]], str]) -> None:
     assert 0.003 < extra["h3_int8"]["update_error"] < 0.05
     assert extra["h3_int8"]["weight_mib"] < 0.55 * extra["bf16"]["weight_mib"]
     assert extra["h3_fp8"]["attention"] == "SDPA"
+    assert extra["h3_fp8_full"]["attention"] == "PyTorch reference FP8 attention"
+    assert extra["h3_int8_full"]["attention"] == "PyTorch reference INT8 attention"
+    assert extra["h3_int8"]["update_error"] != extra["h3_int8_full"]["update_error"] < 0.05
     assert "update error" in of_the_engine[1]
+
+
+def test_bench_attention(of_the_engine: tuple[list[dict[str, Any]], str]) -> None:
+    found = variants([row for row in of_the_engine[0] if row["benchmark"] == "attention"], tokens=200)
+    assert list(found) == ["bf16, PyTorch", "h3 int8", "h3 fp8"]
+    error = {name: row["extra"]["error 2"] for name, row in found.items()}
+    assert error["bf16, PyTorch"] < error["h3 int8"] < error["h3 fp8"] < 0.1
+    assert float(found["h3 int8"]["tflop_s"]) * float(found["h3 int8"]["ms"]) * 1e9 == pytest.approx(4 * 200**2 * 256)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs under the interpreter, which a GPU turns off")
+def test_ablation_takes_steps_in_turn(shapes: Any) -> None:
+    ablation = importlib.import_module("ablate_attention")
+    q, k, v = synthetic_qkv(200, 1, 128, 2.8, device=torch.device("cpu"), outliers=Outliers.HUGE_K)
+    documents = locate_documents(torch.tensor([0, 200], dtype=torch.int32), 200)
+    exact = exact_attention(q, k, v, 128**-0.5)
+    errors = [
+        relative_l2(ablation.int8(*ablation.prepare(q, k, v, steps), documents, 128**-0.5), exact)
+        for steps in range(len(ablation.STEPS))
+    ]
+    # Four channels of K a hundred times as large: of the others nothing is left in 8 bits but for rotation or balance.
+    assert errors[0] > 2 * errors[3] > 2 * errors[4]
