@@ -49,7 +49,7 @@ def main(
             q, k, v = synthetic_qkv(count, HEADS, H3.head_dim, level, device=device, outliers=outliers)
             rows = torch.randint(count, (SAMPLED_ROWS,), device=device)
             exact = exact_attention(q, k, v, H3.head_dim**-0.5, rows=rows, dtype=torch.float32)
-            documents = locate_documents(one_document(count, device), count)
+            documents = locate_documents(one_document(count, device), count, count)
             for number, step in enumerate(STEPS):
                 prepared = prepare(q, k, v, number)
                 for kind, run in kinds.items():
@@ -109,16 +109,7 @@ def fp8(
     divisors = [hadamard_reference(x, size).abs().amax((0, 2))[None] / FP8.max for x in (q, k)]
     scaling = _identity(head_amax / FP8.max, mean)._replace(q_divisor=divisors[0], k_divisor=divisors[1])
     codes = token_codes_triton(q, k, v, documents, scaling)
-    cu_seqlens = one_document(documents.tokens, q.device)
-    return fp8_attention_flash(
-        codes,
-        scaling._replace(v_mean=mean),
-        documents,
-        softmax_scale,
-        torch.bfloat16,
-        cu_seqlens=cu_seqlens,
-        max_seqlen=documents.tokens,
-    )
+    return fp8_attention_flash(codes, scaling._replace(v_mean=mean), documents, softmax_scale, torch.bfloat16)
 
 
 def _identity(v_divisor: torch.Tensor, mean: torch.Tensor) -> Scaling:

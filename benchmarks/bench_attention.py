@@ -132,8 +132,9 @@ def peer_calls(device: torch.device) -> dict[str, Call | str]:
         from sageattention import sageattn
 
         def sage(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            # It subtracts the mean of K in place, so it gets a copy.
-            return sageattn(q[None], k.clone()[None], v[None], tensor_layout="NHD")[0]
+            # It subtracts the mean of K in place, and its 32-bit offsets do not reach the end of a long qkv tensor.
+            q, k, v = (x.clone(memory_format=torch.contiguous_format)[None] for x in (q, k, v))
+            return sageattn(q, k, v, tensor_layout="NHD")[0]
 
         calls["SageAttention, Triton"] = sage
     else:
@@ -150,8 +151,7 @@ def peer_calls(device: torch.device) -> dict[str, Call | str]:
 def halves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, flops: int) -> list[Variant]:
     """Preparation and kernel of each kind, timed alone."""
     tokens, _, size = q.shape
-    cu_seqlens = one_document(tokens, q.device)
-    documents = locate_documents(cu_seqlens, tokens)
+    documents = locate_documents(one_document(tokens, q.device), tokens, tokens)
     moved = 2 * q.numel() * (2 * 3 + 2) // 2  # V, K and Q read twice in bf16, written once in 8 bits
 
     def scaling(by_head: bool) -> Any:
@@ -175,18 +175,13 @@ def halves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, flops: int) -> lis
         by_head = scaling(True)
         tokens_codes = token_codes_triton(q, k, v, documents, by_head)
         variants += [
-            Variant(
-                "h3 fp8: prepare", lambda: token_codes_triton(q, k, v, documents, scaling(True)), bytes=moved
-            ),
+            Variant("h3 fp8: prepare", lambda: token_codes_triton(q, k, v, documents, scaling(True)), bytes=moved),
             Variant(
                 "h3 fp8: kernel and mean",
-                partial(
-                    fp8_attention_flash, tokens_codes, by_head, documents, size**-0.5, torch.bfloat16,
-                    cu_seqlens=cu_seqlens, max_seqlen=tokens,
-                ),
+                partial(fp8_attention_flash, tokens_codes, by_head, documents, size**-0.5, torch.bfloat16),
                 flops=flops,
             ),
-        ]  # fmt: skip
+        ]
     return variants
 
 

@@ -270,7 +270,7 @@ def test_bench_attention(of_the_engine: tuple[list[dict[str, Any]], str]) -> Non
 def test_ablation_takes_steps_in_turn(shapes: Any) -> None:
     ablation = importlib.import_module("ablate_attention")
     q, k, v = synthetic_qkv(200, 1, 128, 2.8, device=torch.device("cpu"), outliers=Outliers.HUGE_K)
-    documents = locate_documents(torch.tensor([0, 200], dtype=torch.int32), 200)
+    documents = locate_documents(torch.tensor([0, 200], dtype=torch.int32), 200, 200)
     exact = exact_attention(q, k, v, 128**-0.5)
     errors = [
         relative_l2(ablation.int8(*ablation.prepare(q, k, v, steps), documents, 128**-0.5), exact)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -96,49 +97,40 @@ def choose(capability: Capability | None, error_bound: float) -> tuple[str | Non
     return None, "; ".join(reasons)
 
 
-def _int8(v_format: CodeFormat) -> Run:
+def _in_slots(v_format: CodeFormat, scaling: Any, codes: Any, attention: Any) -> Run:
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
     ) -> torch.Tensor:
-        documents = locate_documents(cu_seqlens, q.shape[0])
-        scaling = scaling_triton(q, k, v, documents, v_format=v_format, by_head=False)
-        codes = slot_codes_triton(q, k, v, documents, scaling, v_format)
-        return int8_attention_triton(codes, scaling, documents, scale, q.dtype)
+        documents = locate_documents(cu_seqlens, q.shape[0], max_seqlen)
+        factors = scaling(q, k, v, documents, v_format=v_format, by_head=False)
+        coded = codes(q, k, v, documents, factors, v_format)
+        out: torch.Tensor = attention(coded, factors, documents, scale, q.dtype)
+        return out
 
     return run
 
 
-def _int8_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
-) -> torch.Tensor:
-    documents = locate_documents(cu_seqlens, q.shape[0])
-    scaling = scaling_reference(q, k, v, documents, v_format=FP8, by_head=False)
-    codes = slot_codes_reference(q, k, v, documents, scaling, FP8)
-    return int8_attention_reference(codes, scaling, documents, scale, q.dtype)
+def _at_tokens(scaling: Any, codes: Any, attention: Any) -> Run:
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
+    ) -> torch.Tensor:
+        documents = locate_documents(cu_seqlens, q.shape[0], max_seqlen)
+        factors = scaling(q, k, v, documents, v_format=FP8, by_head=True)
+        out: torch.Tensor = attention(codes(q, k, v, documents, factors), factors, documents, scale, q.dtype)
+        return out
+
+    return run
 
 
-def _fp8(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
-) -> torch.Tensor:
-    documents = locate_documents(cu_seqlens, q.shape[0])
-    scaling = scaling_triton(q, k, v, documents, v_format=FP8, by_head=True)
-    codes = token_codes_triton(q, k, v, documents, scaling)
-    return fp8_attention_flash(codes, scaling, documents, scale, q.dtype, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
-
-
-def _fp8_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
-) -> torch.Tensor:
-    documents = locate_documents(cu_seqlens, q.shape[0])
-    scaling = scaling_reference(q, k, v, documents, v_format=FP8, by_head=True)
-    codes = token_codes_reference(q, k, v, documents, scaling)
-    return fp8_attention_reference(codes, scaling, documents, scale, q.dtype)
-
+_INT8 = (scaling_triton, slot_codes_triton, int8_attention_triton)
+_INT8_REFERENCE = (scaling_reference, slot_codes_reference, int8_attention_reference)
+_FP8 = (scaling_triton, token_codes_triton, fp8_attention_flash)
+_FP8_REFERENCE = (scaling_reference, token_codes_reference, fp8_attention_reference)
 
 BACKENDS: tuple[AttentionBackend, ...] = (
-    AttentionBackend("Triton INT8 attention, FP8 V", "int8", ((8, 9), (13, 0)), _int8(FP8)),
-    AttentionBackend("Triton INT8 attention, INT8 V", "int8", ((8, 0), (8, 9)), _int8(INT8)),
-    AttentionBackend("PyTorch reference INT8 attention", "int8", None, _int8_reference),
-    AttentionBackend("FlashAttention-3 FP8", "fp8", ((9, 0), (10, 0)), _fp8, flash_attention_missing),
-    AttentionBackend("PyTorch reference FP8 attention", "fp8", None, _fp8_reference),
+    AttentionBackend("Triton INT8 attention, FP8 V", "int8", ((8, 9), (13, 0)), _in_slots(FP8, *_INT8)),
+    AttentionBackend("Triton INT8 attention, INT8 V", "int8", ((8, 0), (8, 9)), _in_slots(INT8, *_INT8)),
+    AttentionBackend("PyTorch reference INT8 attention", "int8", None, _in_slots(FP8, *_INT8_REFERENCE)),
+    AttentionBackend("FlashAttention-3 FP8", "fp8", ((9, 0), (10, 0)), _at_tokens(*_FP8), flash_attention_missing),
+    AttentionBackend("PyTorch reference FP8 attention", "fp8", None, _at_tokens(*_FP8_REFERENCE)),
 )

@@ -25,12 +25,16 @@ class Documents(NamedTuple):
 
     Attributes:
         tokens: tokens of the sequence.
+        longest: tokens of the longest document, or more.
+        cu_seqlens: ``(D + 1,)`` int32: where documents begin, and where the last one ends.
         tiles: ``(T, 4)`` int32: document, its first token in the tile, tokens in the tile (0 for a spare
             tile past the last document), unused.
         spans: ``(D, 4)`` int32: first tile of a document, its tiles, its tokens, unused.
     """
 
     tokens: int
+    longest: int
+    cu_seqlens: torch.Tensor
     tiles: torch.Tensor
     spans: torch.Tensor
 
@@ -39,14 +43,16 @@ class Documents(NamedTuple):
         return self.tiles.shape[0] * TILE
 
 
-def locate_documents(cu_seqlens: torch.Tensor, tokens: int) -> Documents:
+def locate_documents(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> Documents:
     """Tiles of the documents of ``tokens`` tokens.
 
     Args:
         cu_seqlens: ``(D + 1,)`` int32, ascending, starting at 0 and at most ``tokens``; a document may be empty.
         tokens: tokens of the packed sequence.
+        longest: tokens of the longest document, or more.
     """
-    return (locate_documents_triton if cu_seqlens.is_cuda else locate_documents_reference)(cu_seqlens, tokens)
+    locate = locate_documents_triton if cu_seqlens.is_cuda else locate_documents_reference
+    return locate(cu_seqlens, tokens, longest)
 
 
 def most_tiles(documents: int, tokens: int) -> int:
@@ -54,7 +60,7 @@ def most_tiles(documents: int, tokens: int) -> int:
     return tokens // TILE + documents
 
 
-def locate_documents_reference(cu_seqlens: torch.Tensor, tokens: int) -> Documents:
+def locate_documents_reference(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> Documents:
     """:func:`locate_documents` in plain PyTorch; reads ``cu_seqlens`` on the host."""
     bounds = cu_seqlens.tolist()
     tiles: list[tuple[int, ...]] = []
@@ -65,17 +71,17 @@ def locate_documents_reference(cu_seqlens: torch.Tensor, tokens: int) -> Documen
         tiles += [(document, first, min(TILE, end - first), 0) for first in firsts]
     tiles += [(0, 0, 0, 0)] * (most_tiles(len(spans), tokens) - len(tiles))
     as_tensor: dict[str, Any] = {"dtype": torch.int32, "device": cu_seqlens.device}
-    return Documents(tokens, torch.tensor(tiles, **as_tensor), torch.tensor(spans, **as_tensor))
+    return Documents(tokens, longest, cu_seqlens, torch.tensor(tiles, **as_tensor), torch.tensor(spans, **as_tensor))
 
 
-def locate_documents_triton(cu_seqlens: torch.Tensor, tokens: int) -> Documents:
+def locate_documents_triton(cu_seqlens: torch.Tensor, tokens: int, longest: int) -> Documents:
     """:func:`locate_documents` in one launch, without a word to the host."""
     documents = cu_seqlens.shape[0] - 1
     count = most_tiles(documents, tokens)
     tiles = torch.empty(count, 4, dtype=torch.int32, device=cu_seqlens.device)
     spans = torch.empty(documents, 4, dtype=torch.int32, device=cu_seqlens.device)
     _locate_kernel[(triton.cdiv(count, _BLOCK),)](cu_seqlens, tiles, spans, documents, count, TILE=TILE, BLOCK=_BLOCK)
-    return Documents(tokens, tiles, spans)
+    return Documents(tokens, longest, cu_seqlens, tiles, spans)
 
 
 @triton.jit(do_not_specialize=["documents", "count"])

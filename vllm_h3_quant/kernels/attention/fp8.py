@@ -49,14 +49,7 @@ def fp8_attention_reference(
 
 
 def fp8_attention_flash(
-    codes: TokenCodes,
-    scaling: Scaling,
-    documents: Documents,
-    softmax_scale: float,
-    out_dtype: torch.dtype,
-    *,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
+    codes: TokenCodes, scaling: Scaling, documents: Documents, softmax_scale: float, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """``(tokens, heads, head_size)`` attention by FlashAttention-3, then V's mean added in place.
 
@@ -64,18 +57,16 @@ def fp8_attention_flash(
         codes, scaling, documents: as made for the packed sequence.
         softmax_scale: of the scores.
         out_dtype: dtype of the result; the kernel itself writes bf16.
-        cu_seqlens: ``(documents + 1,)`` int32.
-        max_seqlen: tokens of the longest document, or more.
     """
     from fa3_fwd_interface import flash_attn_varlen_func
 
     size = codes.q.shape[-1]
     result = flash_attn_varlen_func(
         *codes,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_k=max_seqlen,
+        cu_seqlens_q=documents.cu_seqlens,
+        cu_seqlens_k=documents.cu_seqlens,
+        max_seqlen_q=documents.longest,
+        max_seqlen_k=documents.longest,
         q_descale=scaling.q_divisor,
         k_descale=scaling.k_divisor,
         v_descale=scaling.v_divisor[:, :, 0].contiguous(),
