@@ -7,10 +7,14 @@ from typing import Any
 import torch
 from vllm_omni.diffusion.attention.backends.abstract import AttentionImpl
 
-from vllm_h3_quant.attention import kept
 from vllm_h3_quant.attention.packed import refusal
 from vllm_h3_quant.kernels import attention as kernels
+from vllm_h3_quant.log import get_logger
 from vllm_h3_quant.upstream.attention import denoise_step
+
+logger = get_logger(__name__)
+
+LEFT = "8-bit attention leaves calls to the engine's attention: %s"
 
 
 class QuantizedAttention(AttentionImpl):
@@ -57,7 +61,7 @@ class QuantizedAttention(AttentionImpl):
             return self.stock.forward(query, key, value, attn_metadata)
         reason = refusal(query, key, value, attn_metadata)
         if reason is not None:
-            kept.note(reason)
+            logger.info_once(LEFT, reason)
             return self.stock.forward(query, key, value, attn_metadata)
         out = kernels.attend(
             query[0],
@@ -71,7 +75,7 @@ class QuantizedAttention(AttentionImpl):
         return out[None]
 
     def forward_paged(self, paged_kv_context: Any) -> torch.Tensor:
-        kept.note("keys and values are in pages")
+        logger.info_once(LEFT, "keys and values are in pages")
         return self.stock.forward_paged(paged_kv_context)
 
     def _skips(self, metadata: Any) -> bool:
