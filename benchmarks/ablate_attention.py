@@ -17,7 +17,7 @@ from bench_attention import SAMPLED_ROWS, amplitudes, one_document
 from shapes import H3, parse_tokens
 
 from vllm_h3_quant.kernels.attention.codes import slot_codes_triton, token_codes_triton
-from vllm_h3_quant.kernels.attention.documents import Documents, locate_documents
+from vllm_h3_quant.kernels.attention.documents import TILE, Documents, locate_documents
 from vllm_h3_quant.kernels.attention.fp8 import flash_attention_missing, fp8_attention_flash
 from vllm_h3_quant.kernels.attention.int8 import int8_attention_triton
 from vllm_h3_quant.kernels.attention.scaling import Scaling
@@ -31,8 +31,23 @@ STEPS = ("codes alone", "+ mean of K removed", "+ mean of V removed", "+ rotatio
 HEADS = 8
 
 
+def whole_tiles(text: str) -> tuple[int, ...]:
+    """Token counts without an empty slot, which the INT8 kernel allows for only where the mean of K is removed.
+
+    Raises:
+        ValueError: a count that is no multiple of the tile.
+    """
+    counts = parse_tokens(text)
+    for count in counts:
+        if count % TILE:
+            raise ValueError(
+                f"{count} tokens do not fill tiles of {TILE}, the nearest that do are {count // TILE * TILE}"
+            )
+    return counts
+
+
 def main(
-    tokens: Annotated[Any, typer.Option(parser=parse_tokens, metavar="N,4s,..", help="Tokens, or seconds.")] = "4s",
+    tokens: Annotated[Any, typer.Option(parser=whole_tiles, metavar="N,..", help="Tokens, whole tiles.")] = "32768",
     errors: Annotated[Any, typer.Option(parser=amplitudes, metavar="A,..", help="RMS of q and k.")] = "1.6,2.8,4.0",
     outliers: Annotated[Outliers, typer.Option(help="What stands out in Q and K.")] = Outliers.NONE,
     csv: Annotated[Path | None, typer.Option(help="Append the rows to this file.")] = None,

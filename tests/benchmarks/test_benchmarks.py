@@ -269,8 +269,8 @@ def test_bench_attention(of_the_engine: tuple[list[dict[str, Any]], str]) -> Non
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs under the interpreter, which a GPU turns off")
 def test_ablation_takes_steps_in_turn(shapes: Any) -> None:
     ablation = importlib.import_module("ablate_attention")
-    q, k, v = synthetic_qkv(200, 1, 128, 2.8, device=torch.device("cpu"), outliers=Outliers.HUGE_K)
-    documents = locate_documents(torch.tensor([0, 200], dtype=torch.int32), 200, 200)
+    q, k, v = synthetic_qkv(256, 1, 128, 2.8, device=torch.device("cpu"), outliers=Outliers.HUGE_K)
+    documents = locate_documents(torch.tensor([0, 256], dtype=torch.int32), 256, 256)
     exact = exact_attention(q, k, v, 128**-0.5)
     errors = [
         relative_l2(ablation.int8(*ablation.prepare(q, k, v, steps), documents, 128**-0.5), exact)
@@ -278,3 +278,5 @@ def test_ablation_takes_steps_in_turn(shapes: Any) -> None:
     ]
     # Four channels of K a hundred times as large: of the others nothing is left in 8 bits but for rotation or balance.
     assert errors[0] > 2 * errors[3] > 2 * errors[4]
+    with pytest.raises(ValueError, match="32704 tokens do not fill tiles of 128, the nearest that do are 32640"):
+        ablation.whole_tiles("4s")
