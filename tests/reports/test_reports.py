@@ -71,9 +71,12 @@ def test_a_flag_that_reaches_nothing() -> None:
     """vllm-omni PR 2920: 'FP8' ran in bf16, because the configuration never reached the constructors."""
     from types import SimpleNamespace
 
-    od_config = SimpleNamespace(parallel_config=SimpleNamespace(use_hsdp=False))
+    config = build("h3_fp8", where="test")
+    od_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(use_hsdp=False), quantization_config=config, diffusion_kv_cache_dtype=None
+    )
     with pytest.raises(H3QuantError, match="h3_fp8 reached no linear of this model"):
-        before_load([build("h3_fp8", where="test")], od_config, torch.nn.Module())
+        before_load([config], od_config, torch.nn.Module())
 
 
 @pytest.mark.parametrize("method", ["h3_fp8", "h3_int8"])
