@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -68,16 +68,23 @@ def main(
             for number, step in enumerate(STEPS):
                 prepared = prepare(q, k, v, number)
                 for kind, run in kinds.items():
-                    error = relative_l2(run(*prepared, documents, H3.head_dim**-0.5)[rows], exact)
+                    error = relative_l2(run(prepared, documents, H3.head_dim**-0.5)[rows], exact)
                     found[kind, step][f"error {level:g}"] = error
         case = {"tokens": count, "heads": HEADS, "outliers": outliers.value}
         report([row(kind, step, case, extra, device) for (kind, step), extra in found.items()], csv)
 
 
-def prepare(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, steps: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """fp32 q, k and v after the first ``steps`` steps, and the mean that goes back on the output."""
+class Operands(NamedTuple):
+    """fp32 operands of a kernel, and the mean that goes back on its output."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mean: torch.Tensor
+
+
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, steps: int) -> Operands:
+    """The operands after the first ``steps`` steps."""
     q, k, v = q.float(), k.float(), v.float()
     mean = v.mean(0, keepdim=True) if steps >= 2 else torch.zeros_like(v[:1])
     if steps >= 1:
@@ -87,7 +94,7 @@ def prepare(
         q, k = q / balance, k * balance
     if steps < 3:
         q, k = _rotated_backwards(q), _rotated_backwards(k)
-    return q, k, v - mean, mean
+    return Operands(q, k, v - mean, mean)
 
 
 def _rotated_backwards(x: torch.Tensor) -> torch.Tensor:
@@ -96,29 +103,17 @@ def _rotated_backwards(x: torch.Tensor) -> torch.Tensor:
     return x @ matrix.t() / size**0.5  # attention divides its scores by the head size
 
 
-def int8(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mean: torch.Tensor,
-    documents: Documents,
-    softmax_scale: float,
-) -> torch.Tensor:
+def int8(operands: Operands, documents: Documents, softmax_scale: float) -> torch.Tensor:
     """Attention by the INT8 kernel on operands as they are."""
+    q, k, v, mean = operands
     scaling = _identity(v.abs().amax(0, keepdim=True) / FP8.max, mean)
     codes = slot_codes_triton(q, k, v, documents, scaling, FP8)
     return int8_attention_triton(codes, scaling._replace(v_mean=mean), documents, softmax_scale, torch.bfloat16)
 
 
-def fp8(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mean: torch.Tensor,
-    documents: Documents,
-    softmax_scale: float,
-) -> torch.Tensor:
+def fp8(operands: Operands, documents: Documents, softmax_scale: float) -> torch.Tensor:
     """Attention by FlashAttention-3 in FP8 on operands as they are."""
+    q, k, v, mean = operands
     size = q.shape[-1]
     head_amax = v.abs().amax((0, 2))[None, :, None].expand(1, -1, size).contiguous()
     divisors = [hadamard_reference(x, size).abs().amax((0, 2))[None] / FP8.max for x in (q, k)]

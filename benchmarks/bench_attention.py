@@ -37,8 +37,22 @@ SAMPLED_ROWS = 256
 
 
 def amplitudes(text: str) -> tuple[float, ...]:
-    """RMS values from a list such as ``"1.6,4"``; empty for none."""
-    return tuple(float(part) for part in text.split(",") if part)
+    """RMS values from a list such as ``"1.6,4"``; empty for none.
+
+    Raises:
+        ValueError: an entry that is no positive number.
+    """
+    return tuple(_amplitude(part) for part in text.split(",") if part)
+
+
+def _amplitude(part: str) -> float:
+    try:
+        value = float(part)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ValueError(f"{part!r} is no positive number, write for example '1.6,2.8,4.0'")
+    return value
 
 
 def main(
@@ -148,11 +162,16 @@ def peer_calls(device: torch.device) -> dict[str, Call | str]:
     return calls
 
 
+def prepare_bytes(elements: int) -> int:
+    """Bytes that preparation must move: three operands, read twice in bf16 and written once in 8 bits."""
+    return 3 * elements * (2 * 2 + 1)
+
+
 def halves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, flops: int) -> list[Variant]:
     """Preparation and kernel of each kind, timed alone."""
     tokens, _, size = q.shape
     documents = locate_documents(one_document(tokens, q.device), tokens, tokens)
-    moved = 2 * q.numel() * (2 * 3 + 2) // 2  # V, K and Q read twice in bf16, written once in 8 bits
+    moved = prepare_bytes(q.numel())
 
     def scaling(by_head: bool) -> Any:
         return scaling_triton(q, k, v, documents, v_format=FP8, by_head=by_head)

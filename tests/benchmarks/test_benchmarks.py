@@ -266,6 +266,17 @@ def test_bench_attention(of_the_engine: tuple[list[dict[str, Any]], str]) -> Non
     assert float(found["h3 int8"]["tflop_s"]) * float(found["h3 int8"]["ms"]) * 1e9 == pytest.approx(4 * 200**2 * 256)
 
 
+@pytest.mark.parametrize("text", ["x", "0", "-1", "1.6,nan", "inf"])
+def test_bad_amplitudes_are_refused(text: str, shapes: Any) -> None:
+    with pytest.raises(ValueError, match=r"is no positive number, write for example '1.6,2.8,4.0'"):
+        importlib.import_module("bench_attention").amplitudes(text)
+
+
+def test_bytes_of_preparation(shapes: Any) -> None:
+    """Two elements of each of three operands: 2 bytes read in each of two passes, 1 written."""
+    assert importlib.import_module("bench_attention").prepare_bytes(2) == 2 * 3 * (2 + 2 + 1)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs under the interpreter, which a GPU turns off")
 def test_ablation_takes_steps_in_turn(shapes: Any) -> None:
     ablation = importlib.import_module("ablate_attention")
@@ -273,7 +284,7 @@ def test_ablation_takes_steps_in_turn(shapes: Any) -> None:
     documents = locate_documents(torch.tensor([0, 256], dtype=torch.int32), 256, 256)
     exact = exact_attention(q, k, v, 128**-0.5)
     errors = [
-        relative_l2(ablation.int8(*ablation.prepare(q, k, v, steps), documents, 128**-0.5), exact)
+        relative_l2(ablation.int8(ablation.prepare(q, k, v, steps), documents, 128**-0.5), exact)
         for steps in range(len(ablation.STEPS))
     ]
     # Four channels of K a hundred times as large: of the others nothing is left in 8 bits but for rotation or balance.

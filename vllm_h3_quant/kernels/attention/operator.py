@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -67,15 +68,7 @@ def _attend(
 
 
 @_attend.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    scale: float,
-    kind: str,
-) -> torch.Tensor:
+def _(q: torch.Tensor, *others: Any) -> torch.Tensor:
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
 
