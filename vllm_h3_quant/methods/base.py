@@ -27,6 +27,7 @@ from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.formats import CodeFormat
 from vllm_h3_quant.kernels.gemm import Backend, scaled_gemm
 from vllm_h3_quant.kernels.quantize import largest_scale, quantize_rows, row_divisors
+from vllm_h3_quant.kernels.rows import QuantizedRows, RowFormat
 from vllm_h3_quant.methods.arrival import Arrival
 from vllm_h3_quant.methods.device import backend_for
 from vllm_h3_quant.methods.lora import codes_parameter
@@ -151,19 +152,40 @@ class H3LinearMethod(LinearMethodBase):
             scale = F.pad(scale, (0, 0, 0, spare), value=1.0)
         return codes, scale
 
-    def apply(self, layer: LinearBase, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x @ W^T + bias`` for ``x`` of shape ``(..., K)``; the result has the dtype of ``x``."""
-        rows = x.reshape(-1, x.shape[-1])
+    @property
+    def row_format(self) -> RowFormat:
+        """The codes that :meth:`apply` takes."""
+        return RowFormat(self.fmt.name, self.rotation)
+
+    def apply(
+        self, layer: LinearBase, x: torch.Tensor | QuantizedRows, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``x @ W^T + bias`` for ``x`` of shape ``(..., K)``; the result has the dtype of ``x``.
+
+        Raises:
+            H3QuantError: ``x`` holds codes of another format, rotation or width than the weight's.
+        """
         outputs = layer.output_size_per_partition
-        if rows.shape[0] == 0:
-            return x.new_empty(*x.shape[:-1], outputs)
         weight = layer.weight
-        codes, scale = quantize_rows(rows, self.fmt, rotation=self.rotation, padded=weight.shape[0])
+        if isinstance(x, QuantizedRows):
+            self._check_codes(x, weight.shape[0])
+            codes, scale = x.codes, x.scale
+        else:
+            rows = x.reshape(-1, x.shape[-1])
+            if rows.shape[0] == 0:
+                return x.new_empty(*x.shape[:-1], outputs)
+            codes, scale = quantize_rows(rows, self.fmt, rotation=self.rotation, padded=weight.shape[0])
         spare = weight.shape[1] - outputs
         if bias is not None and spare:
             bias = F.pad(bias, (0, spare))
         out = scaled_gemm(codes, weight, scale, layer.weight_scale, bias, x.dtype)
         return out[:, :outputs].reshape(*x.shape[:-1], outputs)
+
+    def _check_codes(self, rows: QuantizedRows, inputs: int) -> None:
+        if rows.format != self.row_format or rows.shape[1] != inputs:
+            raise H3QuantError(
+                f"{self.name} takes {inputs} codes a row of {self.row_format}, not {rows.shape[1]} of {rows.format}"
+            )
 
     def aligned(self, size: int) -> int:
         """``size`` rounded up to what the backend takes."""
