@@ -20,6 +20,7 @@ from vllm_h3_quant.kernels.attention.codes import slot_codes_triton, token_codes
 from vllm_h3_quant.kernels.attention.documents import TILE, Documents, locate_documents
 from vllm_h3_quant.kernels.attention.fp8 import flash_attention_missing, fp8_attention_flash
 from vllm_h3_quant.kernels.attention.int8 import int8_attention_triton
+from vllm_h3_quant.kernels.attention.mean import add_mean
 from vllm_h3_quant.kernels.attention.scaling import Scaling
 from vllm_h3_quant.kernels.formats import FP8
 from vllm_h3_quant.kernels.hadamard import hadamard_reference
@@ -119,7 +120,7 @@ def fp8(operands: Operands, documents: Documents, softmax_scale: float) -> torch
     divisors = [hadamard_reference(x, size).abs().amax((0, 2))[None] / FP8.max for x in (q, k)]
     scaling = _identity(head_amax / FP8.max, mean)._replace(q_divisor=divisors[0], k_divisor=divisors[1])
     codes = token_codes_triton(q, k, v, documents, scaling)
-    return fp8_attention_flash(codes, scaling._replace(v_mean=mean), documents, softmax_scale, torch.bfloat16)
+    return add_mean(fp8_attention_flash(codes, scaling, documents, softmax_scale), mean, documents)
 
 
 def _identity(v_divisor: torch.Tensor, mean: torch.Tensor) -> Scaling:

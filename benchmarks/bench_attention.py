@@ -22,6 +22,7 @@ from vllm_h3_quant.kernels.attention.codes import slot_codes_triton, token_codes
 from vllm_h3_quant.kernels.attention.documents import locate_documents
 from vllm_h3_quant.kernels.attention.fp8 import flash_attention_missing, fp8_attention_flash
 from vllm_h3_quant.kernels.attention.int8 import int8_attention_triton
+from vllm_h3_quant.kernels.attention.mean import with_mean
 from vllm_h3_quant.kernels.attention.scaling import scaling_triton
 from vllm_h3_quant.kernels.backend import NoBackend
 from vllm_h3_quant.kernels.formats import FP8
@@ -197,11 +198,16 @@ def halves(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, flops: int) -> lis
             Variant("h3 fp8: prepare", lambda: token_codes_triton(q, k, v, documents, scaling(True)), bytes=moved),
             Variant(
                 "h3 fp8: kernel and mean",
-                partial(fp8_attention_flash, tokens_codes, by_head, documents, size**-0.5, torch.bfloat16),
+                partial(flash_with_mean, tokens_codes, by_head, documents, size**-0.5),
                 flops=flops,
             ),
         ]
     return variants
+
+
+def flash_with_mean(codes: Any, scaling: Any, documents: Any, softmax_scale: float) -> object:
+    out = fp8_attention_flash(codes, scaling, documents, softmax_scale)
+    return with_mean(out, scaling.v_mean, documents, out.dtype, None)
 
 
 def errors_of(

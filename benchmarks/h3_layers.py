@@ -19,9 +19,11 @@ from vllm_h3_quant.kernels.gemm import BACKENDS, Backend
 from vllm_h3_quant.testing.engine import process_groups
 
 STOCK = ("fp8", "int8")
-METHODS = ("bf16", *STOCK, *OURS)
-"""Unquantized, vLLM-Omni's own methods and those of this package, with and without 8-bit attention."""
-ALL_METHODS = ",".join(METHODS)
+UNFUSED = ":unfused"
+"""What follows a method of this package to turn fusion off."""
+METHODS = ("bf16", *STOCK, *(ours + more for ours in OURS for more in ("", UNFUSED)))
+"""Unquantized, vLLM-Omni's own methods and those of this package, with and without 8-bit attention and fusion."""
+ALL_METHODS = ",".join(m for m in METHODS if m not in (plain + UNFUSED for plain in PLAIN))
 LINEAR_METHODS = ",".join(("bf16", *STOCK, *PLAIN))
 """Those whose linears differ."""
 
@@ -85,9 +87,9 @@ def refusal(method: str, device: torch.device) -> str | None:
 
     if method in STOCK and device.type != "cuda":
         return "vLLM-Omni serves it on CUDA only"
-    if method in OURS:
+    if method.removesuffix(UNFUSED) in OURS:
         try:
-            build(method, where="benchmark")
+            build(method.removesuffix(UNFUSED), where="benchmark")
         except H3QuantError as error:
             return str(error)
     return None
@@ -172,10 +174,10 @@ def _engine_config(quant_config: Any) -> Iterator[None]:
     from vllm_omni.diffusion.config import set_current_diffusion_config
     from vllm_omni.diffusion.data import OmniDiffusionConfig
 
-    from vllm_h3_quant.load_session import decide_attention
-    from vllm_h3_quant.upstream.attention import MODEL_CLASSES, install
+    from vllm_h3_quant.load_session import install
+    from vllm_h3_quant.upstream.attention import MODEL_CLASSES
 
-    install(decide_attention)
+    install()
     config = OmniDiffusionConfig(model_class_name=MODEL_CLASSES[0], quantization_config=quant_config)
     with set_current_diffusion_config(config):
         yield
@@ -238,6 +240,8 @@ def weight_mib(model: Module) -> float:
 def _quant_config(method: str) -> Any:
     from vllm_omni.quantization import build_quant_config
 
+    if method.endswith(UNFUSED):
+        return build_quant_config({"method": method.removesuffix(UNFUSED), "fuse": False})
     return None if method == "bf16" else build_quant_config(method)
 
 

@@ -50,6 +50,8 @@ class H3QuantOptions(BaseModel):
             ``0-3,46-49`` or a list of indices.
         attention_skip_steps: denoising steps that keep it, in the same form, counted from 0.
         attention_token_refiner: whether the token refiner's attention is replaced too.
+        fuse: whether the DiT's blocks write activations as codes where they are produced. The result is the same
+            to the last bit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
@@ -62,6 +64,7 @@ class H3QuantOptions(BaseModel):
     attention_skip_layers: str = ""
     attention_skip_steps: str = ""
     attention_token_refiner: bool = False
+    fuse: bool = True
 
     @field_validator("ignored_layers", mode="before")
     @classmethod

@@ -12,13 +12,17 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from vllm_h3_quant import report
 from vllm_h3_quant.attention import layers as attention
+from vllm_h3_quant.blocks.edges import wants_fusion
+from vllm_h3_quant.blocks.forward import forward
 from vllm_h3_quant.errors import H3QuantError, nearest
 from vllm_h3_quant.log import get_logger
 from vllm_h3_quant.methods.base import H3LinearMethod
 from vllm_h3_quant.methods.lora import refuse_merging_backend
 from vllm_h3_quant.methods.scope import TEXT_ENCODER, TRANSFORMER, matches, parents
 from vllm_h3_quant.survey import survey
-from vllm_h3_quant.upstream.attention import Decision, install
+from vllm_h3_quant.upstream import dit_block
+from vllm_h3_quant.upstream.attention import Decision
+from vllm_h3_quant.upstream.attention import install as install_attention
 from vllm_h3_quant.upstream.lora import keep_on_device
 from vllm_h3_quant.upstream.model_loader import around_load_weights
 
@@ -44,8 +48,14 @@ def prepare(configs: Iterable[AskedConfig]) -> None:
     asked = list(configs)
     around_load_weights(partial(before_load, asked), partial(after_load, asked))
     if asked:
-        install(decide_attention)
+        install()
         keep_on_device(lambda pipeline: bool(_quantized(pipeline)))
+
+
+def install() -> None:
+    """Put this package's attention and blocks into models of MiniMax-H3 that are built from now on."""
+    install_attention(decide_attention)
+    dit_block.install(wants_fusion, forward)
 
 
 def decide_attention(layer: Any, od_config: Any) -> Decision | None:

@@ -20,7 +20,7 @@ from vllm_h3_quant.methods.device import backend_for
 from vllm_h3_quant.methods.fp8 import H3Fp8LinearMethod
 from vllm_h3_quant.methods.int8 import H3Int8LinearMethod
 from vllm_h3_quant.methods.scope import matches, role_of
-from vllm_h3_quant.upstream import attention, factory, lora, model_loader, preflight
+from vllm_h3_quant.upstream import attention, dit_block, factory, lora, model_loader, preflight
 
 logger = get_logger(__name__)
 
@@ -122,7 +122,8 @@ def build(method: str, options: Mapping[str, Any] | None = None, *, where: str) 
 @cache
 def check_upstream() -> None:
     """Refuse, once a process, to work with a vLLM-Omni whose patched symbols have moved."""
-    preflight.require((*factory.SYMBOLS, *model_loader.SYMBOLS, *lora.SYMBOLS, *attention.SYMBOLS))
+    modules = (factory, model_loader, lora, attention, dit_block)
+    preflight.require(symbol for module in modules for symbol in module.SYMBOLS)
 
 
 def _check_attention(options: H3QuantOptions, where: str) -> None:

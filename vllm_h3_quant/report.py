@@ -31,6 +31,22 @@ class AttentionReport(BaseModel):
     why: str = ""
 
 
+class EdgeReport(BaseModel):
+    """Edges of one component's DiT blocks: where an activation goes from what produces it to a linear or attention.
+
+    Attributes:
+        edges: of all blocks in which fusion is asked for.
+        fused: those on which codes travel.
+        kept: edges that carry values, by their name and the reason.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    edges: int = 0
+    fused: int = 0
+    kept: dict[str, int] = {}
+
+
 class ComponentReport(BaseModel):
     """One component on one rank.
 
@@ -40,6 +56,7 @@ class ComponentReport(BaseModel):
         kernels: quantized linears by GEMM backend.
         weight_bytes: bytes of all linears' parameters: weights, scales and biases.
         attention: its attention layers.
+        fusion: edges of its DiT blocks.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -49,6 +66,7 @@ class ComponentReport(BaseModel):
     kernels: dict[str, int]
     weight_bytes: int
     attention: AttentionReport = AttentionReport()
+    fusion: EdgeReport = EdgeReport()
 
 
 class LoadReport(BaseModel):
@@ -61,7 +79,7 @@ class LoadReport(BaseModel):
 
 
 def lines(report: LoadReport) -> list[str]:
-    """A log line a component for its linears, and one for its attention where 8 bits were asked for."""
+    """A log line a component for its linears, one for its attention where 8 bits were asked for, one for fusion."""
     said = []
     for name, part in report.components.items():
         said.append(
@@ -71,6 +89,8 @@ def lines(report: LoadReport) -> list[str]:
         )
         if part.attention.quantized or part.attention.kept:
             said.append(f"{name}: {_attention(part.attention)}")
+        if part.fusion.edges:
+            said.append(f"{name}: {_fusion(part.fusion)}")
     return said
 
 
@@ -82,6 +102,11 @@ def _attention(part: AttentionReport) -> str:
         + (f", auto: {part.why}" if part.why else "")
         + (f"; the engine's: {kept}" if kept else "")
     )
+
+
+def _fusion(part: EdgeReport) -> str:
+    kept = ", ".join(f"{count} {reason}" for reason, count in part.kept.items())
+    return f"{part.fused} of {part.edges} edges of the blocks fused" + (f"; as values: {kept}" if kept else "")
 
 
 def _kernels(kernels: dict[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Counts a loaded pipeline's linears and attention layers for the load report."""
+"""Counts a loaded pipeline's linears, attention layers and fused edges for the load report."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch.nn import Module
 from vllm.model_executor.layers.linear import LinearBase
 
 from vllm_h3_quant.attention.implementation import QuantizedAttention
+from vllm_h3_quant.blocks.edges import Edge, obstacles, wants_fusion
 from vllm_h3_quant.methods.base import H3LinearMethod
-from vllm_h3_quant.report import AttentionReport, ComponentReport, LoadReport
+from vllm_h3_quant.report import AttentionReport, ComponentReport, EdgeReport, LoadReport
+from vllm_h3_quant.upstream import dit_block
 from vllm_h3_quant.upstream.attention import decision_of, layers
 
 
@@ -19,9 +21,12 @@ def survey(model: Module, method: str | None) -> LoadReport:
     """Count the linears and attention layers of ``model`` by its direct children."""
     linears = _by_component((name, m) for name, m in model.named_modules() if isinstance(m, LinearBase))
     attention = _by_component(layers(model))
+    blocks = _by_component(dit_block.blocks(model))
     return LoadReport(
         method=method,
-        components={name: _component(found, attention.get(name, [])) for name, found in linears.items()},
+        components={
+            name: _component(found, attention.get(name, []), blocks.get(name, [])) for name, found in linears.items()
+        },
     )
 
 
@@ -32,7 +37,7 @@ def _by_component(named: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
     return found
 
 
-def _component(linears: list[LinearBase], attention: list[Any]) -> ComponentReport:
+def _component(linears: list[LinearBase], attention: list[Any], blocks: list[Any]) -> ComponentReport:
     methods = [layer.quant_method for layer in linears if isinstance(layer.quant_method, H3LinearMethod)]
     return ComponentReport(
         linears=len(linears),
@@ -40,6 +45,16 @@ def _component(linears: list[LinearBase], attention: list[Any]) -> ComponentRepo
         kernels=dict(Counter(method.backend.name for method in methods)),
         weight_bytes=sum(p.numel() * p.element_size() for layer in linears for p in layer.parameters(recurse=False)),
         attention=_attention(attention),
+        fusion=_fusion([obstacles(block) for block in blocks if wants_fusion(block)]),
+    )
+
+
+def _fusion(blocks: list[dict[Edge, str | None]]) -> EdgeReport:
+    found = [(edge, reason) for block in blocks for edge, reason in block.items()]
+    return EdgeReport(
+        edges=len(found),
+        fused=sum(reason is None for _, reason in found),
+        kept=dict(Counter(f"{edge.value} ({reason})" for edge, reason in found if reason)),
     )
 
 

@@ -122,7 +122,9 @@ class TestShapes:
 class TestMethods:
     def test_known_names(self, h3_layers: Any) -> None:
         assert h3_layers.check_methods("bf16,h3_int8") == ("bf16", "h3_int8")
-        assert h3_layers.ALL_METHODS == "bf16,fp8,int8,h3_fp8,h3_int8,h3_fp8_full,h3_int8_full"
+        assert h3_layers.ALL_METHODS == (
+            "bf16,fp8,int8,h3_fp8,h3_int8,h3_fp8_full,h3_fp8_full:unfused,h3_int8_full,h3_int8_full:unfused"
+        )
         assert h3_layers.LINEAR_METHODS == "bf16,fp8,int8,h3_fp8,h3_int8"
 
     @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from vllm_h3_quant.kernels.attention.documents import (
     locate_documents_triton,
     most_tiles,
 )
-from vllm_h3_quant.kernels.attention.fp8 import add_mean, fp8_attention_flash, fp8_attention_reference
+from vllm_h3_quant.kernels.attention.fp8 import fp8_attention_flash, fp8_attention_reference
 from vllm_h3_quant.kernels.attention.int8 import int8_attention_reference, int8_attention_triton, keys_in_order
 from vllm_h3_quant.kernels.attention.scaling import Scaling, scaling_reference, scaling_triton
 from vllm_h3_quant.kernels.backend import NoBackend
@@ -322,7 +322,7 @@ def test_flash_attention_is_given_what_the_formula_needs(monkeypatch: pytest.Mon
     lengths = [150, 0, 60]
     qkv, documents, scaling = prepared(lengths, 64, by_head=True)
     codes = token_codes_triton(*qkv, documents, scaling)
-    arguments = (codes, scaling, documents, 64**-0.5, torch.bfloat16)
+    arguments = (codes, scaling, documents, 64**-0.5)
     found, wanted = fp8_attention_flash(*arguments), fp8_attention_reference(*arguments)
     # The plain form rounds probabilities, and the kernel its output twice.
     assert relative_l2(found, wanted) < 2**-4 / 3**0.5 + 2 * 2**-8
@@ -401,12 +401,3 @@ class TestTable:
             "the fastest within 5% on sharp scores; fp8 may be 11.0% off on sharp scores",
         )
         assert attention.choose((9, 0), 0.001)[0] is None
-
-
-def test_mean_goes_back_to_its_document() -> None:
-    documents = locate_documents_reference(bounds([130, 3]), 133, 130)
-    out = torch.zeros(133, 2, 64, dtype=torch.bfloat16, device=DEVICE)
-    mean = torch.randn(2, 2, 64, device=DEVICE).bfloat16().float()
-    add_mean(out, mean, documents)
-    for document, (begin, end) in enumerate(pairwise(bounds([130, 3]).tolist())):
-        assert torch.equal(out[begin:end].float(), mean[document].expand(end - begin, 2, 64))

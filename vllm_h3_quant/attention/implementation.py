@@ -78,10 +78,13 @@ class QuantizedAttention(AttentionImpl):
         logger.info_once(LEFT, "keys and values are in pages")
         return self.stock.forward_paged(paged_kv_context)
 
+    def skips_step(self) -> bool:
+        """Whether this package's selector leaves the running step to the engine's implementation."""
+        if not self.skipped_steps:
+            return False
+        step = denoise_step()
+        return step is None or step in self.skipped_steps
+
     def _skips(self, metadata: Any) -> bool:
-        """Whether this package's or the engine's selectors leave the running step out."""
-        if self.skipped_steps:
-            step = denoise_step()
-            if step is None or step in self.skipped_steps:
-                return True
-        return metadata is not None and metadata.extra.get("kv_cache_dtype") == "float"
+        """Whether this package's or the engine's selectors leave the running call out."""
+        return self.skips_step() or (metadata is not None and metadata.extra.get("kv_cache_dtype") == "float")

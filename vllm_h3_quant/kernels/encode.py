@@ -28,3 +28,15 @@ def round_to_e4m3(x):
     subnormal = ((tl.abs(x) + 24576.0) - 24576.0).to(tl.int32, bitcast=True)
     rounded = tl.where(tl.abs(x) < 0.015625, subnormal, normal)
     return (rounded | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to_bf16(x, INTERPRETED: tl.constexpr):
+    """Nearest bf16 value, ties to even, as fp32. The interpreter's conversion truncates."""
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
+        rounded = tl.where(x != x, x, rounded)
+    else:
+        rounded = x.to(tl.bfloat16).to(tl.float32)
+    return rounded

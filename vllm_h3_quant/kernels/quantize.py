@@ -24,6 +24,7 @@ most and the divisor 16, so ``h * divisor`` is a multiple of half an ulp of ``y`
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -33,6 +34,7 @@ from vllm_h3_quant.kernels.device import multiprocessors
 from vllm_h3_quant.kernels.encode import encode
 from vllm_h3_quant.kernels.formats import BY_NAME, FP8, CodeFormat
 from vllm_h3_quant.kernels.hadamard import COLUMNS, check_group, factors, hadamard_reference, join_columns, rotate_tile
+from vllm_h3_quant.kernels.rows import QuantizedRows, RowFormat
 
 AMAX_MIN = 1e-28
 """Keeps every scale a normal number and gives subnormal values, which a device may flush, the code zero."""
@@ -73,6 +75,12 @@ def quantize_rows(
     if divisor is None:
         return _quantize_rows_op(x, fmt.name, rotation, padded or x.shape[1])
     return _implementation(x)(x, fmt, rotation=rotation, divisor=divisor, padded=padded)
+
+
+def quantized(x: torch.Tensor, row_format: RowFormat) -> QuantizedRows:
+    """:func:`quantize_rows` of ``(M, K)`` values as one value."""
+    codes, scale = quantize_rows(x, row_format.fmt, rotation=row_format.rotation)
+    return QuantizedRows(codes, scale, x.dtype, row_format)
 
 
 def _implementation(x: torch.Tensor) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
@@ -154,7 +162,6 @@ def quantize_rows_triton(
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
     if rows:
         first, second, warps = tiles(out_width, rotation)
-        inner, outer = factors(rotation) if rotation else (1, 1)
         # Measured on an H200: of all rows, those of two rotated tiles alone gain by it.
         prefetch = second > 0 and rotation > 0
         resident = multiprocessors(x.device) * max(65536 // (32 * PREFETCH_REGISTERS * warps), 1)
@@ -168,22 +175,30 @@ def quantize_rows_triton(
             x.stride(1),
             width,
             out_width,
-            MAX=fmt.max,
-            AMAX_MIN=AMAX_MIN,
-            AMAX_MAX=AMAX_MAX,
-            FP8=fmt is FP8,
             DIVISOR_GIVEN=divisor is not None,
-            OUTER=outer,
-            INNER=inner,
-            NORM=rotation_norm(rotation),
             FIRST=first,
             SECOND=second,
             PREFETCH=prefetch,
-            INTERPRETED=triton.knobs.runtime.interpret,
+            **row_constants(fmt, rotation),
             num_warps=warps,
             maxnreg=PREFETCH_REGISTERS if prefetch else REGISTERS,
         )
     return codes, scale
+
+
+def row_constants(fmt: CodeFormat, rotation: int) -> dict[str, Any]:
+    """Compile-time arguments of :func:`quantize_row` that follow from the format."""
+    inner, outer = factors(rotation) if rotation else (1, 1)
+    return {
+        "MAX": fmt.max,
+        "AMAX_MIN": AMAX_MIN,
+        "AMAX_MAX": AMAX_MAX,
+        "FP8": fmt is FP8,
+        "OUTER": outer,
+        "INNER": inner,
+        "NORM": rotation_norm(rotation),
+        "INTERPRETED": triton.knobs.runtime.interpret,
+    }
 
 
 def tiles(width: int, rotation: int) -> tuple[int, int, int]:
@@ -236,14 +251,14 @@ def _quantize_rows_kernel(
             second = next_second
             ahead = tl.minimum(row + tl.num_programs(0), rows - 1)
             next_first, next_second = _load_row(x_ptr + ahead * stride_m, stride_k, width, FIRST, SECOND)
-            _quantize_row(
+            quantize_row(
                 first, second, codes_ptr + row * out_width, scale_ptr + row, divisor_ptr + row, out_width,
                 MAX, AMAX_MIN, AMAX_MAX, FP8, DIVISOR_GIVEN, OUTER, INNER, NORM, FIRST, SECOND, INTERPRETED,
             )  # fmt: skip
     else:
         row = tl.program_id(0).to(tl.int64)
         first, second = _load_row(x_ptr + row * stride_m, stride_k, width, FIRST, SECOND)
-        _quantize_row(
+        quantize_row(
             first, second, codes_ptr + row * out_width, scale_ptr + row, divisor_ptr + row, out_width,
             MAX, AMAX_MIN, AMAX_MAX, FP8, DIVISOR_GIVEN, OUTER, INNER, NORM, FIRST, SECOND, INTERPRETED,
         )  # fmt: skip
@@ -266,7 +281,7 @@ def _load(row_ptr, start, stride_k, width, TILE: tl.constexpr):
 
 
 @triton.jit
-def _quantize_row(
+def quantize_row(
     raw_first,
     raw_second,
     out_ptr,
@@ -285,6 +300,10 @@ def _quantize_row(
     SECOND: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """Write the codes and the scale of one row, given as one tile or two of any floating-point type.
+
+    Columns past the row hold zeros. The divisor is read where DIVISOR_GIVEN.
+    """
     COLUMNS: tl.constexpr = OUTER if OUTER > 1 else INNER
     first = _rotated(raw_first, OUTER, INNER, FIRST)
     if SECOND:

@@ -169,6 +169,8 @@ class H3LinearMethod(LinearMethodBase):
         weight = layer.weight
         if isinstance(x, QuantizedRows):
             self._check_codes(x, weight.shape[0])
+            if x.shape[0] == 0:
+                return x.scale.new_empty(0, outputs, dtype=x.dtype)
             codes, scale = x.codes, x.scale
         else:
             rows = x.reshape(-1, x.shape[-1])

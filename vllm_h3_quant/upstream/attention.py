@@ -6,8 +6,8 @@ implementation: sequence parallelism, its skip selectors, the boundary to ``torc
 Symbols, vLLM-Omni 0.30.0: ``Attention._init_kv_cache_quantization(self, config)`` in
 ``vllm_omni.diffusion.attention.layer`` is the last statement of ``Attention.__init__``, when
 ``self.attention``, ``attn_backend``, ``attn_spec``, ``layer_idx``, ``prefix``, ``causal``, ``num_heads``,
-``num_kv_heads``, ``head_size``, ``skip_sequence_parallel`` and ``_has_custom_attention`` are set; it asks
-``self.attention.supports_kv_cache_dtype``. ``Attention._with_kv_cache_dtype(attn_metadata)`` puts
+``num_kv_heads``, ``head_size``, ``skip_sequence_parallel``, ``parallel_strategy`` and ``_has_custom_attention``
+are set; it asks ``self.attention.supports_kv_cache_dtype``. ``Attention._with_kv_cache_dtype(attn_metadata)`` puts
 ``extra["kv_cache_dtype"]``, which is ``"float"`` where upstream's selectors skip. ``denoise_step_idx`` of
 ``ForwardContext`` is read at each call, and of the metadata what ``MiniMaxH3Attention._run_packed_attention``
 puts there: ``cu_seqlens_q`` and ``_k``, ``max_seqlen_q`` and ``_k``, ``valid_kv_length``, ``attn_mask``.
@@ -32,6 +32,7 @@ _CONTEXT = "vllm_omni.diffusion.forward_context"
 SYMBOLS = (
     Symbol("vllm-omni", _LAYER, "Attention._init_kv_cache_quantization", ("self", "config")),
     Symbol("vllm-omni", _LAYER, "Attention._with_kv_cache_dtype", ("attn_metadata",)),
+    Symbol("vllm-omni", "vllm_omni.diffusion.attention.parallel.base", "NoParallelAttention"),
     Symbol("vllm-omni", _CONTEXT, "ForwardContext.denoise_step_idx"),
     Symbol(
         "vllm-omni",
@@ -120,6 +121,19 @@ def layers(model: Module) -> Iterator[tuple[str, Any]]:
 def decision_of(layer: Any) -> Decision | None:
     """What was decided for a layer, or None where nothing was asked."""
     return getattr(layer, _DECISION, None)
+
+
+def exchanges(layer: Any) -> bool:
+    """Whether a layer's operands travel between ranks before its implementation sees them."""
+    from vllm_omni.diffusion.attention.parallel.base import NoParallelAttention
+
+    return not layer.skip_sequence_parallel and not isinstance(layer.parallel_strategy, NoParallelAttention)
+
+
+def left_out_by_engine(layer: Any) -> bool:
+    """Whether the engine's own selectors leave the running step or the layer out of 8-bit attention."""
+    metadata = layer._with_kv_cache_dtype(None)
+    return metadata is not None and metadata.extra.get("kv_cache_dtype") == "float"
 
 
 def denoise_step() -> int | None:

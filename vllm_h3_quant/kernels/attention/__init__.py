@@ -8,6 +8,19 @@ product of Q and K: ``int8`` is the more accurate one, three times so on sharp s
 
 from vllm_h3_quant.kernels.attention.backends import BACKENDS, KINDS, SHARP_ERROR, AttentionBackend, choose, select
 from vllm_h3_quant.kernels.attention.documents import TILE
-from vllm_h3_quant.kernels.attention.operator import HEAD_SIZES, attend
+from vllm_h3_quant.kernels.attention.operator import HEAD_SIZES, attend, attend_fused
+from vllm_h3_quant.kernels.attention.rotary import rotary_of
 
-__all__ = ["BACKENDS", "HEAD_SIZES", "KINDS", "SHARP_ERROR", "TILE", "AttentionBackend", "attend", "choose", "select"]
+__all__ = [
+    "BACKENDS",
+    "HEAD_SIZES",
+    "KINDS",
+    "SHARP_ERROR",
+    "TILE",
+    "AttentionBackend",
+    "attend",
+    "attend_fused",
+    "choose",
+    "rotary_of",
+    "select",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,9 +17,13 @@ from vllm_h3_quant.kernels.attention.codes import (
 from vllm_h3_quant.kernels.attention.documents import locate_documents
 from vllm_h3_quant.kernels.attention.fp8 import flash_attention_missing, fp8_attention_flash, fp8_attention_reference
 from vllm_h3_quant.kernels.attention.int8 import int8_attention_reference, int8_attention_triton
+from vllm_h3_quant.kernels.attention.mean import with_mean, with_mean_reference
+from vllm_h3_quant.kernels.attention.rotary import Rotary
 from vllm_h3_quant.kernels.attention.scaling import scaling_reference, scaling_triton
 from vllm_h3_quant.kernels.backend import Capability, NoBackend, nothing_missing, out_of_range
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
+from vllm_h3_quant.kernels.quantize import quantized
+from vllm_h3_quant.kernels.rows import QuantizedRows, RowFormat
 
 KINDS: tuple[str, ...] = ("int8", "fp8")
 FASTEST_FIRST: tuple[str, ...] = ("fp8", "int8")
@@ -27,8 +31,30 @@ SHARP_ERROR: dict[str, float] = {"int8": 0.035, "fp8": 0.110}
 """Relative error that each kind stays below where scores are sharp: synthetic operands with an RMS of q and k of 4.0.
 Tests on the GPU hold it; docs/fidelity.md has what was measured."""
 
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
-"""``(q, k, v, cu_seqlens, max_seqlen, softmax_scale)``."""
+
+class Call(NamedTuple):
+    """One call of attention.
+
+    Attributes:
+        q, k, v: packed ``(tokens, heads, head_size)`` operands.
+        cu_seqlens: ``(documents + 1,)`` int32 on their device.
+        max_seqlen: tokens of the longest document, or more.
+        softmax_scale: of the scores.
+        rotary: norm and rotation that Q and K still lack; only Triton backends compute them.
+        row_format: of the result as ``(tokens, heads * head_size)`` codes; None for values.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    softmax_scale: float
+    rotary: Rotary | None = None
+    row_format: RowFormat | None = None
+
+
+Run = Callable[[Call], "torch.Tensor | QuantizedRows"]
 
 
 @dataclass(frozen=True)
@@ -98,34 +124,42 @@ def choose(capability: Capability | None, error_bound: float) -> tuple[str | Non
 
 
 def _in_slots(v_format: CodeFormat, scaling: Any, codes: Any, attention: Any) -> Run:
-    def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
-    ) -> torch.Tensor:
-        documents = locate_documents(cu_seqlens, q.shape[0], max_seqlen)
-        factors = scaling(q, k, v, documents, v_format=v_format, by_head=False)
-        coded = codes(q, k, v, documents, factors, v_format)
-        out: torch.Tensor = attention(coded, factors, documents, scale, q.dtype)
-        return out
+    def run(call: Call) -> torch.Tensor | QuantizedRows:
+        q, k, v = call.q, call.k, call.v
+        documents = locate_documents(call.cu_seqlens, q.shape[0], call.max_seqlen)
+        more = _if_given(call.rotary)
+        factors = scaling(q, k, v, documents, v_format=v_format, by_head=False, **more)
+        coded = codes(q, k, v, documents, factors, v_format, **more)
+        out: torch.Tensor = attention(coded, factors, documents, call.softmax_scale, q.dtype)
+        # A program sees one head of a token, whose scale spans all heads: codes are made in a pass of their own.
+        return out if call.row_format is None else quantized(out.flatten(1), call.row_format)
 
     return run
 
 
-def _at_tokens(scaling: Any, codes: Any, attention: Any) -> Run:
-    def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, scale: float
-    ) -> torch.Tensor:
-        documents = locate_documents(cu_seqlens, q.shape[0], max_seqlen)
-        factors = scaling(q, k, v, documents, v_format=FP8, by_head=True)
-        out: torch.Tensor = attention(codes(q, k, v, documents, factors), factors, documents, scale, q.dtype)
-        return out
+def _at_tokens(scaling: Any, codes: Any, attention: Any, finish: Any) -> Run:
+    def run(call: Call) -> torch.Tensor | QuantizedRows:
+        q, k, v = call.q, call.k, call.v
+        documents = locate_documents(call.cu_seqlens, q.shape[0], call.max_seqlen)
+        more = _if_given(call.rotary)
+        factors = scaling(q, k, v, documents, v_format=FP8, by_head=True, **more)
+        coded = codes(q, k, v, documents, factors, **more)
+        out = attention(coded, factors, documents, call.softmax_scale)
+        result: torch.Tensor | QuantizedRows = finish(out, factors.v_mean, documents, q.dtype, call.row_format)
+        return result
 
     return run
+
+
+def _if_given(rotary: Rotary | None) -> dict[str, Rotary]:
+    """As an argument for the forms that take one: plain PyTorch has none, the engine's own norm comes before it."""
+    return {} if rotary is None else {"rotary": rotary}
 
 
 _INT8 = (scaling_triton, slot_codes_triton, int8_attention_triton)
 _INT8_REFERENCE = (scaling_reference, slot_codes_reference, int8_attention_reference)
-_FP8 = (scaling_triton, token_codes_triton, fp8_attention_flash)
-_FP8_REFERENCE = (scaling_reference, token_codes_reference, fp8_attention_reference)
+_FP8 = (scaling_triton, token_codes_triton, fp8_attention_flash, with_mean)
+_FP8_REFERENCE = (scaling_reference, token_codes_reference, fp8_attention_reference, with_mean_reference)
 
 BACKENDS: tuple[AttentionBackend, ...] = (
     AttentionBackend("Triton INT8 attention, FP8 V", "int8", ((8, 9), (13, 0)), _in_slots(FP8, *_INT8)),
