@@ -136,8 +136,8 @@ def linear_layer(linear: Linear, method: str, weight: torch.Tensor) -> Module:
     return layer
 
 
-def block(shape: BlockShape, method: str, device: torch.device) -> Module:
-    """A ``MiniMaxH3DiTBlock`` in ``method`` with random weights, the same for every method.
+def block(shape: BlockShape, method: str | dict[str, Any], device: torch.device) -> Module:
+    """A ``MiniMaxH3DiTBlock`` in ``method``, a name or a configuration, with random weights that are always the same.
 
     Weights are normal with deviation ``k^-1/2`` and eight input channels six times as large; AdaLN's are
     scaled by 0.3, so that its scales stay around one. Biases are zero and norms one.
@@ -237,9 +237,11 @@ def weight_mib(model: Module) -> float:
     return sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
 
 
-def _quant_config(method: str) -> Any:
+def _quant_config(method: str | dict[str, Any]) -> Any:
     from vllm_omni.quantization import build_quant_config
 
+    if isinstance(method, dict):
+        return build_quant_config(method)
     if method.endswith(UNFUSED):
         return build_quant_config({"method": method.removesuffix(UNFUSED), "fuse": False})
     return None if method == "bf16" else build_quant_config(method)

@@ -9,7 +9,7 @@ read, of ``MiniMaxH3Attention`` the projections, norms, sizes, ``rot_dim``, ``to
 ``_run_packed_attention`` is called; of ``MiniMaxH3MLP`` ``fc1``, ``act_fn`` and ``fc2``. The elementwise functions are
 those of ``vllm_omni.diffusion.layers``.
 When they move: compare ``MiniMaxH3DiTBlock.forward``, ``MiniMaxH3Attention.forward`` and ``MiniMaxH3MLP.forward``
-with ``blocks/forward.py``, and the kernels with ``kernels/producers``; ``tests/gpu/test_blocks.py`` holds them
+with ``blocks/forward.py``, and the kernels with ``kernels/producers``; ``tests/blocks`` on a GPU holds them
 together byte by byte.
 """
 
