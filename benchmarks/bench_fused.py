@@ -1,7 +1,7 @@
 """Each producer of codes beside the kernels it stands for: the engine's step, then quantization.
 
 Rates count the bytes that the fused form must move: bf16 values in, 8-bit codes out, and the residual stream where it
-is written. Preparation of attention reads q, k and v twice, since means come before codes.
+is written. Preparation of attention reads q, k and v twice, since means come before codes, and writes q and k between.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from vllm_h3_quant.kernels.attention import rotary_of
 from vllm_h3_quant.kernels.attention.codes import slot_codes_triton, token_codes_triton
 from vllm_h3_quant.kernels.attention.documents import locate_documents
 from vllm_h3_quant.kernels.attention.mean import add_mean, mean_codes
+from vllm_h3_quant.kernels.attention.rotary import Rotary
 from vllm_h3_quant.kernels.attention.scaling import scaling_triton
 from vllm_h3_quant.kernels.formats import FP8
 from vllm_h3_quant.kernels.quantize import quantized
@@ -131,19 +132,21 @@ def _preparation(shape: BlockShape, tokens: int, kind: str, generator: torch.Gen
     weight = torch.ones(shape.head_dim, dtype=torch.bfloat16, device=qkv.device)
     bounds = torch.tensor([0, tokens], dtype=torch.int32, device=qkv.device)
 
-    def prepared(q: torch.Tensor, k: torch.Tensor, rotary: Any = None) -> object:
+    def prepared(q: torch.Tensor, k: torch.Tensor, rotary: Rotary | None = None) -> object:
         documents = locate_documents(bounds, tokens, tokens)
         by_head = kind == "fp8"
         scaling = scaling_triton(q, k, v, documents, v_format=FP8, by_head=by_head, rotary=rotary)
+        if rotary is not None:
+            q, k = rotary.rows
         if by_head:
-            return token_codes_triton(q, k, v, documents, scaling, rotary)
-        return slot_codes_triton(q, k, v, documents, scaling, FP8, rotary)
+            return token_codes_triton(q, k, v, documents, scaling)
+        return slot_codes_triton(q, k, v, documents, scaling, FP8)
 
     return Step(
         "q/k norm, RoPE, preparation",
         lambda: prepared(*fused_qk_norm_rope(q, k, weight, weight, table, EPS)),
         lambda: prepared(q, k, rotary_of(weight, weight, table, EPS, heads=shape.heads)),
-        tokens * inner * 3 * (2 + 2 + 1),
+        tokens * inner * (3 * (2 + 2 + 1) + 2 * 2),
     )
 
 

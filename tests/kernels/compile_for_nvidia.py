@@ -15,10 +15,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_h3_quant.kernels import gemm_triton, quantize
-from vllm_h3_quant.kernels.attention import codes, int8, scaling
+from vllm_h3_quant.kernels.attention import codes, int8, mean, rotary, scaling
 from vllm_h3_quant.kernels.attention.documents import TILE
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
 from vllm_h3_quant.kernels.hadamard import factors
+from vllm_h3_quant.kernels.producers import activation, modulate
 
 
 def main(capability: int) -> None:
@@ -28,9 +29,12 @@ def main(capability: int) -> None:
         for rotation in (0, 256):
             ptx = compiled(quantize._quantize_rows_kernel, *quantize_arguments(fmt, rotation), capability)
             print("quantize", fmt.name, rotation, "div.rn.f32" in ptx, "div.full" in ptx)
+        for rotation in (0, 256):
+            producers(fmt, rotation, capability)
         tile = gemm_triton.LARGE_SHARED_MEMORY if capability in (80, 90, 100) else gemm_triton.SMALL_SHARED_MEMORY
         ptx = compiled(gemm_triton._scaled_gemm_kernel, *gemm_arguments(fmt, tile), capability)
         print("gemm", fmt.name, "wgmma" in ptx, "mma" in ptx)
+    compiled(rotary._turn_kernel, *turn_arguments(), capability)
     v_format = FP8 if capability >= 89 else INT8
     for size in (64, 128):
         ptx = compiled(codes._codes_kernel, *codes_arguments(v_format, size), capability, enable_fp_fusion=False)
@@ -63,10 +67,34 @@ def compiled_whole(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, **options})
 
 
+def producers(fmt: CodeFormat, rotation: int, capability: int) -> None:
+    out = {"codes_ptr": "*fp8e4nv" if fmt is FP8 else "*i8", "scale_ptr": "*fp32", "scales_ptr": "*fp32"}
+    row = {**quantize.row_constants(fmt, rotation), "INTERPRETED": False}
+    first, second, neighbours = modulate.tiles_of(5376)
+    kernels = (
+        (
+            modulate._modulate_kernel,
+            {"HIDDEN": 5376, "EPS": 1e-5, "GATED": True, "FIRST": first, "SECOND": second}
+            | {"THREADS": modulate.THREADS, "NEIGHBOURS": neighbours},
+            modulate.THREADS // 32,
+        ),
+        (activation._swiglu_kernel, {"FIRST": 16384, "SECOND": 0}, 16),
+        (mean._mean_codes_kernel, {"FIRST": 8192, "SECOND": 0}, 4),
+    )
+    for kernel, constants, warps in kernels:
+        signature = {name: "i32" for name in kernel.arg_names if name.islower()}
+        signature |= {name: "*bf16" for name in signature if name.endswith("_ptr")}
+        signature |= {name: kind for name, kind in out.items() if name in signature}
+        signature |= {name: kind for name, kind in (("indices_ptr", "*i64"), ("cu_ptr", "*i32")) if name in signature}
+        compiled(kernel, signature, {**constants, **row}, warps, capability)
+        print("producer", kernel.fn.__name__, fmt.name, rotation)
+
+
 def part_arguments(size: int) -> tuple[dict[str, str], dict[str, Any], int]:
     strides = ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "heads")
     signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16") | dict.fromkeys(("tiles_ptr", "spans_ptr"), "*i32")
     constants = {
+        "ONLY_V": False,
         "PEAKS": True,
         "TILE": TILE,
         "PART": scaling._PART,
@@ -76,6 +104,25 @@ def part_arguments(size: int) -> tuple[dict[str, str], dict[str, Any], int]:
         "UNROLL": scaling._UNROLL,
     }
     return signature | {"parts_ptr": "*fp32"} | dict.fromkeys(strides, "i32"), constants, 1
+
+
+def turn_arguments() -> tuple[dict[str, str], dict[str, Any], int]:
+    names = rotary._turn_kernel.arg_names
+    signature = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names if name.islower()}
+    signature |= {"tiles_ptr": "*i32", "spans_ptr": "*i32", "parts_ptr": "*fp32"}
+    constants = {
+        "EPS": 1e-5,
+        "HALF": 48,
+        "PAIRS": 64,
+        "REST": 32,
+        "PEAKS": True,
+        "TILE": TILE,
+        "PART": scaling._PART,
+        "SIZE": 128,
+        "FIELDS": 8,
+        "INTERPRETED": False,
+    }
+    return signature, constants, 1
 
 
 def codes_arguments(v_format: CodeFormat, size: int) -> tuple[dict[str, str], dict[str, Any], int]:

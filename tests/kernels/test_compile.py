@@ -23,6 +23,7 @@ def test_compiles(capability: int, formats: int) -> None:
     assert divisions == [["True", "False"]] * 2 * formats, "scales must not depend on an approximate division"
     products = [line[2:] for line in lines if line[0] == "gemm"]
     assert products == [[str(capability == 90), "True"]] * formats, "the product must use the matrix units"
+    assert len([line for line in lines if line[0] == "producer"]) == 3 * 2 * formats
     attention = [line[1:] for line in lines if line[0] == "attention"]
     assert [line[0] for line in attention] == ["64", "128"]
     assert all(int(shared) <= 99 * 1024 for _, shared, *_ in attention), "the smallest GPUs have 99 KiB"

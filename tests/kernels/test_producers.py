@@ -11,7 +11,7 @@ import torch
 
 from vllm_h3_quant.kernels.formats import FP8
 from vllm_h3_quant.kernels.producers import gate_norm_modulate, norm_modulate
-from vllm_h3_quant.kernels.producers.swiglu import swiglu, swiglu_reference, swiglu_triton
+from vllm_h3_quant.kernels.producers.activation import swiglu, swiglu_reference, swiglu_triton
 from vllm_h3_quant.kernels.quantize import quantize_rows_triton
 from vllm_h3_quant.kernels.rows import QuantizedRows, RowFormat
 

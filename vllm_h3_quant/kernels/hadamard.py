@@ -86,11 +86,11 @@ def rotate_tile(x, TILE: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr)
     The result is a tuple whose tensor c holds column c of a matrix that, row by row, is the rotated
     tile. It has OUTER columns, or INNER where OUTER is 1.
     """
-    xs = _butterfly(_split_columns(tl.reshape(x, (TILE // INNER, INNER)), TILE // INNER, INNER), INNER)
+    xs = _butterfly(split_columns(tl.reshape(x, (TILE // INNER, INNER)), TILE // INNER, INNER), INNER)
     if OUTER > 1:
         turned = tl.reshape(join_columns(xs, TILE // INNER, INNER), (TILE // OUTER // INNER, OUTER, INNER))
         turned = tl.reshape(tl.permute(turned, (0, 2, 1)), (TILE // OUTER, OUTER))
-        xs = _butterfly(_split_columns(turned, TILE // OUTER, OUTER), OUTER)
+        xs = _butterfly(split_columns(turned, TILE // OUTER, OUTER), OUTER)
     return xs
 
 
@@ -121,7 +121,8 @@ def _join_pairs(xs, ROWS: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr
 
 
 @triton.jit
-def _split_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def split_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The columns of a ``(ROWS, COLUMNS)`` tensor as a tuple, for a power of two of them up to 32."""
     xs = (x,)
     if COLUMNS >= 32:
         xs = _split_halves(xs, ROWS, COLUMNS // 32, 16)
@@ -135,6 +136,8 @@ def _split_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     for i in tl.static_range(COLUMNS // 2):
         first, second = tl.split(xs[i])
         ys = ys + (first, second)
+    if COLUMNS == 1:
+        ys = (tl.reshape(x, (ROWS,)),)
     return ys
 
 

@@ -299,10 +299,12 @@ def quantize_row(
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    NEIGHBOURS: tl.constexpr = 16,
 ):
     """Write the codes and the scale of one row, given as one tile or two of any floating-point type.
 
-    Columns past the row hold zeros. The divisor is read where DIVISOR_GIVEN.
+    Columns past the row hold zeros. The divisor is read where DIVISOR_GIVEN. A thread stores NEIGHBOURS codes at once,
+    which also decides how loads in the same kernel are spread over threads.
     """
     COLUMNS: tl.constexpr = OUTER if OUTER > 1 else INNER
     first = _rotated(raw_first, OUTER, INNER, FIRST)
@@ -322,13 +324,17 @@ def quantize_row(
         divisor = _divisor(amax, MAX, AMAX_MIN, AMAX_MAX)
     tl.store(scale_ptr, divisor * NORM)
     if precise:
-        _store_codes(first, out_ptr, 0, out_width, divisor, MAX, FP8, COLUMNS, FIRST, False, INTERPRETED)
+        _store_codes(first, out_ptr, out_width, divisor, MAX, FP8, COLUMNS, FIRST, False, INTERPRETED, NEIGHBOURS)
         if SECOND:
-            _store_codes(second, out_ptr, FIRST, out_width, divisor, MAX, FP8, COLUMNS, SECOND, False, INTERPRETED)
+            out = out_ptr + FIRST
+            width = out_width - FIRST
+            _store_codes(second, out, width, divisor, MAX, FP8, COLUMNS, SECOND, False, INTERPRETED, NEIGHBOURS)
     else:
-        _store_codes(first, out_ptr, 0, out_width, divisor, MAX, FP8, COLUMNS, FIRST, True, INTERPRETED)
+        _store_codes(first, out_ptr, out_width, divisor, MAX, FP8, COLUMNS, FIRST, True, INTERPRETED, NEIGHBOURS)
         if SECOND:
-            _store_codes(second, out_ptr, FIRST, out_width, divisor, MAX, FP8, COLUMNS, SECOND, True, INTERPRETED)
+            out = out_ptr + FIRST
+            width = out_width - FIRST
+            _store_codes(second, out, width, divisor, MAX, FP8, COLUMNS, SECOND, True, INTERPRETED, NEIGHBOURS)
 
 
 @triton.jit
@@ -363,7 +369,6 @@ def _divisor(amax, MAX: tl.constexpr, AMAX_MIN: tl.constexpr, AMAX_MAX: tl.const
 def _store_codes(
     xs,
     out_ptr,
-    start,
     out_width,
     divisor,
     MAX: tl.constexpr,
@@ -372,6 +377,7 @@ def _store_codes(
     TILE: tl.constexpr,
     ANY_VALUE: tl.constexpr,
     INTERPRETED: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
 ):
     reciprocal = tl.div_rn(1.0, divisor)
     rest = tl.fma(-reciprocal, divisor, 1.0) * reciprocal
@@ -389,5 +395,7 @@ def _store_codes(
         code = tl.reshape(join_columns(codes, TILE // COLUMNS, COLUMNS), (TILE,))
     else:
         code = codes[0]
-    columns = start + tl.arange(0, TILE)
+    columns = tl.arange(0, TILE)
+    if NEIGHBOURS < 16:
+        columns = tl.max_contiguous(columns, NEIGHBOURS)
     tl.store(out_ptr + columns, code, mask=columns < out_width)

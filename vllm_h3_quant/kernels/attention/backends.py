@@ -127,9 +127,8 @@ def _in_slots(v_format: CodeFormat, scaling: Any, codes: Any, attention: Any) ->
     def run(call: Call) -> torch.Tensor | QuantizedRows:
         q, k, v = call.q, call.k, call.v
         documents = locate_documents(call.cu_seqlens, q.shape[0], call.max_seqlen)
-        more = _if_given(call.rotary)
-        factors = scaling(q, k, v, documents, v_format=v_format, by_head=False, **more)
-        coded = codes(q, k, v, documents, factors, v_format, **more)
+        factors = scaling(q, k, v, documents, v_format=v_format, by_head=False, **_if_given(call.rotary))
+        coded = codes(*_turned(call), v, documents, factors, v_format)
         out: torch.Tensor = attention(coded, factors, documents, call.softmax_scale, q.dtype)
         # A program sees one head of a token, whose scale spans all heads: codes are made in a pass of their own.
         return out if call.row_format is None else quantized(out.flatten(1), call.row_format)
@@ -141,9 +140,8 @@ def _at_tokens(scaling: Any, codes: Any, attention: Any, finish: Any) -> Run:
     def run(call: Call) -> torch.Tensor | QuantizedRows:
         q, k, v = call.q, call.k, call.v
         documents = locate_documents(call.cu_seqlens, q.shape[0], call.max_seqlen)
-        more = _if_given(call.rotary)
-        factors = scaling(q, k, v, documents, v_format=FP8, by_head=True, **more)
-        coded = codes(q, k, v, documents, factors, **more)
+        factors = scaling(q, k, v, documents, v_format=FP8, by_head=True, **_if_given(call.rotary))
+        coded = codes(*_turned(call), v, documents, factors)
         out = attention(coded, factors, documents, call.softmax_scale)
         result: torch.Tensor | QuantizedRows = finish(out, factors.v_mean, documents, q.dtype, call.row_format)
         return result
@@ -154,6 +152,11 @@ def _at_tokens(scaling: Any, codes: Any, attention: Any, finish: Any) -> Run:
 def _if_given(rotary: Rotary | None) -> dict[str, Rotary]:
     """As an argument for the forms that take one: plain PyTorch has none, the engine's own norm comes before it."""
     return {} if rotary is None else {"rotary": rotary}
+
+
+def _turned(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q and K as attention takes them, once they have been summed."""
+    return (call.q, call.k) if call.rotary is None else (call.rotary.rows[0], call.rotary.rows[1])
 
 
 _INT8 = (scaling_triton, slot_codes_triton, int8_attention_triton)

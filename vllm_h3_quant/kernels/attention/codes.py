@@ -19,15 +19,6 @@ import triton
 import triton.language as tl
 
 from vllm_h3_quant.kernels.attention.documents import TILE, Documents
-from vllm_h3_quant.kernels.attention.rotary import (
-    Rotary,
-    frequency,
-    normed,
-    other_channel,
-    rotary_arguments,
-    signed,
-    turned,
-)
 from vllm_h3_quant.kernels.attention.scaling import Scaling
 from vllm_h3_quant.kernels.encode import encode
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
@@ -152,13 +143,7 @@ def _encoded(y: torch.Tensor, fmt: CodeFormat) -> torch.Tensor:
 
 
 def slot_codes_triton(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    documents: Documents,
-    scaling: Scaling,
-    v_format: CodeFormat,
-    rotary: Rotary | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scaling: Scaling, v_format: CodeFormat
 ) -> SlotCodes:
     """INT8 codes of Q and K and ``v_format`` codes of V in slots, in one launch.
 
@@ -167,7 +152,6 @@ def slot_codes_triton(
         documents: of the packed sequence.
         scaling: by token and channel (``by_head=False``).
         v_format: FP8 or INT8.
-        rotary: norm and rotation that Q and K still lack, as the scaling left it.
     """
     _, heads, size = q.shape
     tiles, slots = documents.tiles.shape[0], documents.slots
@@ -178,23 +162,18 @@ def slot_codes_triton(
         torch.empty(heads, slots, dtype=torch.float32, device=q.device),
         torch.empty(heads, tiles, dtype=torch.float32, device=q.device),
     )
-    _launch(q, k, v, documents, scaling, codes, rotary, in_slots=True, v_fp8=v_format is FP8)
+    _launch(q, k, v, documents, scaling, codes, in_slots=True, v_fp8=v_format is FP8)
     return codes
 
 
 def token_codes_triton(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    documents: Documents,
-    scaling: Scaling,
-    rotary: Rotary | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Documents, scaling: Scaling
 ) -> TokenCodes:
-    """FP8 codes of Q, K and V at their tokens, in one launch. The scaling is by head, ``rotary`` what it left."""
+    """FP8 codes of Q, K and V at their tokens, in one launch. The scaling is by head."""
     tokens, heads, size = q.shape
     out = torch.empty(3, heads, tokens, size, dtype=FP8.dtype, device=q.device)
     codes = (*out.unbind(0), scaling.q_divisor, scaling.k_divisor)
-    _launch(q, k, v, documents, scaling, codes, rotary, in_slots=False, v_fp8=True)
+    _launch(q, k, v, documents, scaling, codes, in_slots=False, v_fp8=True)
     return TokenCodes(*out.transpose(1, 2).unbind(0))
 
 
@@ -205,7 +184,6 @@ def _launch(
     documents: Documents,
     scaling: Scaling,
     codes: tuple[torch.Tensor, ...],
-    rotary: Rotary | None,
     *,
     in_slots: bool,
     v_fp8: bool,
@@ -213,11 +191,10 @@ def _launch(
     _, heads, size = q.shape
     inner, outer = factors(size)
     _codes_kernel[(documents.tiles.shape[0], heads, 3)](
-        q, k, v, documents.tiles, *scaling[:5], *codes, *rotary_arguments(rotary, scaling.k_mean),
+        q, k, v, documents.tiles, *scaling[:5], *codes,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
         heads, documents.tokens, documents.slots,
-        HALF=rotary.half if rotary else 0, IN_SLOTS=in_slots, V_FP8=v_fp8,
-        TILE=TILE, SIZE=size, OUTER=outer, INNER=inner,
+        IN_SLOTS=in_slots, V_FP8=v_fp8, TILE=TILE, SIZE=size, OUTER=outer, INNER=inner,
         INT8_MAX=INT8.max, AMAX_MIN=AMAX_MIN, INTERPRETED=triton.knobs.runtime.interpret,
         num_warps=8, maxnreg=_SLOT_REGISTERS if in_slots else None, enable_fp_fusion=False,
     )  # fmt: skip
@@ -239,10 +216,6 @@ def _codes_kernel(
     v_out_ptr,
     q_divisor_ptr,
     k_divisor_ptr,
-    q_weight_ptr,
-    k_weight_ptr,
-    table_ptr,
-    inverse_ptr,
     q_token,
     q_head,
     k_token,
@@ -252,7 +225,6 @@ def _codes_kernel(
     heads,
     tokens,
     slots,
-    HALF: tl.constexpr,
     IN_SLOTS: tl.constexpr,
     V_FP8: tl.constexpr,
     TILE: tl.constexpr,
@@ -295,12 +267,8 @@ def _codes_kernel(
             tl.store(v_out_ptr + out, codes, mask=written)
     elif operand == 1:
         kept = (row < count)[:, None]
-        rows = k_ptr + (token + row[:, None]) * k_token + head * k_head
-        k = tl.load(rows + channel, mask=kept, other=0.0).to(tl.float32)
-        if HALF:
-            inverse = inverse_ptr + (heads + head) * tokens + token
-            k = _turned_rows(k, rows, kept, inverse, k_weight_ptr, table_ptr + token * (2 * HALF), HALF, TILE, SIZE)
-        k = (k - tl.load(k_mean_ptr + by_channel)) * tl.load(k_factor_ptr + by_channel)
+        k = tl.load(k_ptr + (token + row[:, None]) * k_token + head * k_head + channel, mask=kept, other=0.0)
+        k = (k.to(tl.float32) - tl.load(k_mean_ptr + by_channel)) * tl.load(k_factor_ptr + by_channel)
         ys = rotate_tile(tl.reshape(tl.where(kept, k, 0.0), (TILE * SIZE,)), TILE * SIZE, OUTER, INNER)
         if IN_SLOTS:
             amax = tl.max(amax_bits(ys, OUTER), axis=0).to(tl.float32, bitcast=True)
@@ -311,12 +279,8 @@ def _codes_kernel(
         _store_rotated(ys, k_out_ptr + out, written, tl.div_rn(1.0, divisor), IN_SLOTS, TILE, SIZE, OUTER, INTERPRETED)
     else:
         kept = (row < count)[:, None]
-        rows = q_ptr + (token + row[:, None]) * q_token + head * q_head
-        q = tl.load(rows + channel, mask=kept, other=0.0).to(tl.float32)
-        if HALF:
-            inverse = inverse_ptr + head * tokens + token
-            q = _turned_rows(q, rows, kept, inverse, q_weight_ptr, table_ptr + token * (2 * HALF), HALF, TILE, SIZE)
-        q = q * tl.load(q_factor_ptr + by_channel)
+        q = tl.load(q_ptr + (token + row[:, None]) * q_token + head * q_head + channel, mask=kept, other=0.0)
+        q = q.to(tl.float32) * tl.load(q_factor_ptr + by_channel)
         ys = rotate_tile(tl.reshape(q, (TILE * SIZE,)), TILE * SIZE, OUTER, INNER)
         if IN_SLOTS:
             bits = tl.max(tl.reshape(amax_bits(ys, OUTER), (TILE, SIZE // OUTER)), axis=1)
@@ -327,24 +291,6 @@ def _codes_kernel(
         else:
             reciprocal = tl.div_rn(1.0, tl.load(q_divisor_ptr + by_document))
         _store_rotated(ys, q_out_ptr + out, written, reciprocal, IN_SLOTS, TILE, SIZE, OUTER, INTERPRETED)
-
-
-@triton.jit
-def _turned_rows(
-    x, rows, kept, inverse_ptr, weight_ptr, table, HALF: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr
-):
-    """Rows ``x`` after norm and rotation; the channels they are rotated with come from the cache."""
-    row = tl.arange(0, TILE)
-    channel = tl.arange(0, SIZE)
-    other = other_channel(channel, HALF, 8)
-    turns = table + row[:, None] * (2 * HALF) + frequency(channel, HALF, 8)
-    inverse = tl.load(inverse_ptr + row[:, None], mask=kept, other=0.0)
-    n = normed(x, inverse, tl.load(weight_ptr + channel).to(tl.float32))
-    x_other = tl.load(rows + other, mask=kept, other=0.0).to(tl.float32)
-    n_other = normed(x_other, inverse, signed(tl.load(weight_ptr + other).to(tl.float32), channel, HALF))
-    cos = tl.load(turns, mask=kept, other=0.0).to(tl.float32)
-    sin = tl.load(turns + HALF, mask=kept, other=0.0).to(tl.float32)
-    return turned(n, n_other, cos, sin, channel, HALF)
 
 
 @triton.jit

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from vllm_h3_quant.kernels.attention.documents import TILE, Documents
-from vllm_h3_quant.kernels.quantize import quantize_row, quantized, row_constants, tiles
+from vllm_h3_quant.kernels.encode import as_bf16
+from vllm_h3_quant.kernels.quantize import REGISTERS, quantize_row, quantized, row_constants, tiles
 from vllm_h3_quant.kernels.rows import QuantizedRows, RowFormat
 
 
@@ -40,7 +41,7 @@ def with_mean(
         dtype: of the result.
         row_format: of the codes; None for values.
     """
-    if row_format is None or dtype is not out.dtype:
+    if row_format is None or dtype is not torch.bfloat16:
         values = add_mean(out, mean, documents).to(dtype)
         return values if row_format is None else quantized(values.flatten(1), row_format)
     return mean_codes(out, mean, documents, row_format)
@@ -64,7 +65,7 @@ def mean_codes(out: torch.Tensor, mean: torch.Tensor, documents: Documents, row_
     first, second, warps = tiles(width, row_format.rotation)
     _mean_codes_kernel[(tokens,)](
         out, mean, documents.cu_seqlens, codes, scale, documents.spans.shape[0], width,
-        FIRST=first, SECOND=second, **row_constants(fmt, row_format.rotation), num_warps=warps,
+        FIRST=first, SECOND=second, **row_constants(fmt, row_format.rotation), num_warps=warps, maxnreg=REGISTERS,
     )  # fmt: skip
     return QuantizedRows(codes, scale, out.dtype, row_format)
 
@@ -109,9 +110,9 @@ def _mean_codes_kernel(
         document += (tl.load(cu_ptr + index) <= token).to(tl.int32)
     row = token.to(tl.int64)
     mean_row = mean_ptr + document * width
-    first = _shifted(out_ptr + row * width, mean_row, 0, width, FIRST)
+    first = _shifted(out_ptr + row * width, mean_row, 0, width, FIRST, INTERPRETED)
     if SECOND:
-        second = _shifted(out_ptr + row * width, mean_row, FIRST, width, SECOND)
+        second = _shifted(out_ptr + row * width, mean_row, FIRST, width, SECOND, INTERPRETED)
     else:
         second = first
     quantize_row(
@@ -121,9 +122,9 @@ def _mean_codes_kernel(
 
 
 @triton.jit
-def _shifted(row_ptr, mean_ptr, start, width, TILE: tl.constexpr):
-    """A tile with the mean added, rounded to the row's dtype."""
+def _shifted(row_ptr, mean_ptr, start, width, TILE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """A tile with the mean added, rounded to bf16."""
     column = start + tl.arange(0, TILE)
     inside = column < width
     value = tl.load(row_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    return (value + tl.load(mean_ptr + column, mask=inside, other=0.0)).to(row_ptr.dtype.element_ty)
+    return as_bf16(value + tl.load(mean_ptr + column, mask=inside, other=0.0), INTERPRETED)

@@ -1,4 +1,4 @@
-"""RMSNorm and rotary embedding of Q and K, computed while they are read.
+"""RMSNorm and rotary embedding of Q and K, in the pass that sums for means and factors.
 
 For a head's ``D`` bf16 channels, with ``R`` of them rotated in halves ``(d, d + R/2)``::
 
@@ -6,19 +6,24 @@ For a head's ``D`` bf16 channels, with ``R`` of them rotated in halves ``(d, d +
     y = n[d] cos - n[d + R/2] sin,  n[d + R/2] cos + n[d] sin    rounded to bf16
     y = n                                                       for channels from R on
 
-The mean square of a row is summed by one warp with ``D / 32`` neighbouring channels a thread, which is the order
-of vLLM-Omni's kernel. It is summed once, in the first pass over Q and K, and kept as ``1 / sqrt(...)``, so that
-the second pass may hold its channels in any order. A product of two bf16 values is exact in fp32, so that nothing
-else depends on an order.
+Rows are left behind for the pass that makes codes. The mean square of a row is summed by one warp with ``D / 32``
+neighbouring channels a thread, which is the order of vLLM-Omni's kernel; a product of two bf16 values is exact in
+fp32, so that nothing else depends on an order. The two halves lie in two tiles: no thread needs another's channels.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from vllm_h3_quant.kernels.attention.documents import TILE, Documents
+from vllm_h3_quant.kernels.encode import as_bf16
+
+_REGISTERS = 80
+"""A thread: 24 warps run at once on a multiprocessor."""
 
 
 class Rotary(NamedTuple):
@@ -28,65 +33,193 @@ class Rotary(NamedTuple):
         q_weight, k_weight: ``(D,)`` bf16 weights of the norms.
         table: ``(tokens, R)`` bf16, ``R / 2`` cosines and as many sines of each token.
         eps: added to the mean square.
-        inverse: ``(2, heads, tokens)`` fp32 scratch: ``1 / rms`` of each row of Q and K. Written by the first pass,
-            read by the second.
+        rows: ``(2, tokens, heads, D)`` bf16: Q and K after norm and rotation, once they are summed.
     """
 
     q_weight: torch.Tensor
     k_weight: torch.Tensor
     table: torch.Tensor
     eps: float
-    inverse: torch.Tensor
-
-    @property
-    def half(self) -> int:
-        """Rotated pairs of channels."""
-        return self.table.shape[1] // 2
+    rows: torch.Tensor
 
 
 def rotary_of(q_weight: torch.Tensor, k_weight: torch.Tensor, table: torch.Tensor, eps: float, *, heads: int) -> Rotary:
-    """Norm and rotation with memory for their first pass; see :class:`Rotary`."""
-    inverse = torch.empty(2, heads, table.shape[0], dtype=torch.float32, device=table.device)
-    return Rotary(q_weight, k_weight, table.contiguous(), eps, inverse)
+    """Norm and rotation with memory for their result; see :class:`Rotary`."""
+    rows = torch.empty(2, table.shape[0], heads, q_weight.shape[0], dtype=torch.bfloat16, device=table.device)
+    return Rotary(q_weight, k_weight, table.contiguous(), eps, rows)
 
 
-def rotary_arguments(rotary: Rotary | None, unused: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Weights, table and scratch as kernels take them; ``unused`` in their place where there is nothing to do."""
-    return (unused,) * 4 if rotary is None else (rotary.q_weight, rotary.k_weight, rotary.table, rotary.inverse)
+def sum_turned(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    documents: Documents,
+    rotary: Rotary,
+    parts: torch.Tensor,
+    *,
+    part: int,
+    peaks: bool,
+) -> None:
+    """Write ``rotary.rows``, and of them what :mod:`.scaling` sums of Q and K.
 
-
-def rotary_constants(rotary: Rotary | None) -> dict[str, Any]:
-    """Compile-time arguments of the kernels; HALF is 0 where there is nothing to do."""
-    return {"HALF": 0, "EPS": 0.0} if rotary is None else {"HALF": rotary.half, "EPS": rotary.eps}
+    Args:
+        q, k: ``(tokens, heads, D)`` of the projection, any strides, the last one 1.
+        documents: of the packed sequence.
+        rotary: norm and rotation.
+        parts: ``(tiles, heads, 8, D)`` fp32, whose fields of Q and K are written.
+        part: tiles that are summed together.
+        peaks: whether the largest magnitudes are wanted.
+    """
+    _, heads, size = q.shape
+    half = rotary.table.shape[1] // 2
+    _turn_kernel[(documents.tiles.shape[0], heads, 2)](
+        q, k, documents.tiles, documents.spans, parts,
+        rotary.q_weight, rotary.k_weight, rotary.table, *rotary.rows,
+        *q.stride()[:2], *k.stride()[:2], heads,
+        EPS=rotary.eps, HALF=half, PAIRS=triton.next_power_of_2(half), REST=triton.next_power_of_2(size - 2 * half),
+        PEAKS=peaks, TILE=TILE, PART=part, SIZE=size, FIELDS=parts.shape[2],
+        INTERPRETED=triton.knobs.runtime.interpret, num_warps=1, maxnreg=_REGISTERS,
+    )  # fmt: skip
 
 
 @triton.jit
-def other_channel(channel, HALF: tl.constexpr, GROUP: tl.constexpr):
-    """The channel that each one is rotated with; itself where there is none. Neighbours stay neighbours."""
-    other = tl.where(channel < HALF, channel + HALF, tl.where(channel < 2 * HALF, channel - HALF, channel))
-    return tl.max_contiguous(tl.multiple_of(other, GROUP), GROUP)
+def _turn_kernel(
+    q_ptr,
+    k_ptr,
+    tiles_ptr,
+    spans_ptr,
+    parts_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    table_ptr,
+    q_rows_ptr,
+    k_rows_ptr,
+    q_token,
+    q_head,
+    k_token,
+    k_head,
+    heads,
+    EPS: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+    PEAKS: tl.constexpr,
+    TILE: tl.constexpr,
+    PART: tl.constexpr,
+    SIZE: tl.constexpr,
+    FIELDS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    is_key = tl.program_id(2) == 1
+    document = tl.load(tiles_ptr + tile * 4)
+    offset = tile - tl.load(spans_ptr + document * 4)
+    left = tl.load(spans_ptr + document * 4 + 2) - offset * TILE
+    # As in the kernel that sums without a rotation: the first tile of each PART does all of them.
+    leads = (offset % PART == 0) & (tl.load(tiles_ptr + tile * 4 + 2) > 0)
+    count = tl.where(leads, tl.minimum(left, PART * TILE), 0)
+    first = tl.load(tiles_ptr + tile * 4 + 1).to(tl.int64)
+    stride = tl.where(is_key, k_token, q_token)
+    source = q_ptr + first * q_token + head * q_head
+    out = q_rows_ptr + (first * heads + head) * SIZE
+    weight_ptr = q_weight_ptr
+    if is_key:
+        source = k_ptr + first * k_token + head * k_head
+        out = k_rows_ptr + (first * heads + head) * SIZE
+        weight_ptr = k_weight_ptr
+    turns = table_ptr + first * (2 * HALF)
+
+    row = tl.arange(0, 2)
+    pair = tl.arange(0, PAIRS)
+    rest = 2 * HALF + tl.arange(0, REST)
+    is_pair = pair < HALF
+    is_rest = rest < SIZE
+    low_weight = tl.load(weight_ptr + pair, mask=is_pair, other=0.0).to(tl.float32)
+    high_weight = tl.load(weight_ptr + HALF + pair, mask=is_pair, other=0.0).to(tl.float32)
+    rest_weight = tl.load(weight_ptr + rest, mask=is_rest, other=0.0).to(tl.float32)
+    # Even and odd rows are summed apart, one after the other, which is the order of the other kernel.
+    low_sum = tl.zeros([2, PAIRS], tl.float32)
+    low_square = tl.zeros([2, PAIRS], tl.float32)
+    low_peak = tl.zeros([2, PAIRS], tl.float32)
+    high_sum = tl.zeros([2, PAIRS], tl.float32)
+    high_square = tl.zeros([2, PAIRS], tl.float32)
+    high_peak = tl.zeros([2, PAIRS], tl.float32)
+    rest_sum = tl.zeros([2, REST], tl.float32)
+    rest_square = tl.zeros([2, REST], tl.float32)
+    rest_peak = tl.zeros([2, REST], tl.float32)
+    # Offsets of two rows; what moves from step to step are the addresses of the first.
+    low_in = row[:, None] * stride + pair
+    rest_in = row[:, None] * stride + rest
+    low_out = row[:, None] * (heads * SIZE) + pair
+    rest_out = row[:, None] * (heads * SIZE) + rest
+    turn_in = row[:, None] * (2 * HALF) + pair
+    even, odd = _two_rows(source, stride, 0, count, SIZE)
+    for start in range(0, count, 2):
+        inverse_even = _inverse_rms(even, EPS, SIZE)
+        inverse_odd = _inverse_rms(odd, EPS, SIZE)
+        inverse = tl.where(row == 0, inverse_even, inverse_odd)[:, None]
+        # The next rows are on their way to the cache while these are worked on.
+        even, odd = _two_rows(source + 2 * stride, stride, start + 2, count, SIZE)
+        kept = (start + row < count)[:, None]
+        in_pair = kept & is_pair
+        in_rest = kept & is_rest
+        low = _normed(source + low_in, in_pair, inverse, low_weight, INTERPRETED)
+        high = _normed(source + HALF + low_in, in_pair, inverse, high_weight, INTERPRETED)
+        same = _normed(source + rest_in, in_rest, inverse, rest_weight, INTERPRETED)
+        cos = tl.load(turns + turn_in, mask=in_pair, other=0.0).to(tl.float32)
+        sin = tl.load(turns + HALF + turn_in, mask=in_pair, other=0.0).to(tl.float32)
+        low_turned = as_bf16(low * cos - high * sin, INTERPRETED)
+        high_turned = as_bf16(high * cos + low * sin, INTERPRETED)
+        tl.store(out + low_out, low_turned, mask=in_pair)
+        tl.store(out + HALF + low_out, high_turned, mask=in_pair)
+        tl.store(out + rest_out, as_bf16(same, INTERPRETED), mask=in_rest)
+        source += 2 * stride
+        out += 2 * heads * SIZE
+        turns += 4 * HALF
+        low = low_turned.to(tl.float32)
+        high = high_turned.to(tl.float32)
+        low_sum += low
+        high_sum += high
+        rest_sum += same
+        low_square += low * low
+        high_square += high * high
+        rest_square += same * same
+        if PEAKS:
+            low_peak = tl.maximum(low_peak, tl.abs(low))
+            high_peak = tl.maximum(high_peak, tl.abs(high))
+            rest_peak = tl.maximum(rest_peak, tl.abs(same))
+
+    part = parts_ptr + (tile.to(tl.int64) * heads + head) * FIELDS * SIZE
+    squares = part + tl.where(is_key, 2 * SIZE, 0)
+    tl.store(squares + pair, tl.sum(low_square, axis=0), mask=leads & is_pair)
+    tl.store(squares + HALF + pair, tl.sum(high_square, axis=0), mask=leads & is_pair)
+    tl.store(squares + rest, tl.sum(rest_square, axis=0), mask=leads & is_rest)
+    if is_key:
+        tl.store(part + SIZE + pair, tl.sum(low_sum, axis=0), mask=leads & is_pair)
+        tl.store(part + SIZE + HALF + pair, tl.sum(high_sum, axis=0), mask=leads & is_pair)
+        tl.store(part + SIZE + rest, tl.sum(rest_sum, axis=0), mask=leads & is_rest)
+    if PEAKS:
+        peaks = part + tl.where(is_key, 7 * SIZE, 6 * SIZE)
+        tl.store(peaks + pair, tl.max(low_peak, axis=0), mask=leads & is_pair)
+        tl.store(peaks + HALF + pair, tl.max(high_peak, axis=0), mask=leads & is_pair)
+        tl.store(peaks + rest, tl.max(rest_peak, axis=0), mask=leads & is_rest)
 
 
 @triton.jit
-def frequency(channel, HALF: tl.constexpr, GROUP: tl.constexpr):
-    """The column of the table that holds a channel's cosine."""
-    found = tl.where(channel < HALF, channel, tl.where(channel < 2 * HALF, channel - HALF, 0))
-    return tl.max_contiguous(tl.multiple_of(found, GROUP), GROUP)
+def _two_rows(row_ptr, stride, first, count, SIZE: tl.constexpr):
+    channel = tl.arange(0, SIZE)
+    even = tl.load(row_ptr + channel, mask=first < count, other=0.0)
+    return even, tl.load(row_ptr + stride + channel, mask=first + 1 < count, other=0.0)
 
 
 @triton.jit
-def normed(x, inverse, weight):
+def _inverse_rms(row, EPS: tl.constexpr, SIZE: tl.constexpr):
+    x = row.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + EPS)
+
+
+@triton.jit
+def _normed(x_ptr, kept, inverse, weight, INTERPRETED: tl.constexpr):
     """``x * inverse * weight`` rounded to bf16, as fp32."""
-    return (x * inverse * weight).to(tl.bfloat16).to(tl.float32)
-
-
-@triton.jit
-def signed(other_weight, channel, HALF: tl.constexpr):
-    """The weight of the other channel with the sign of its sine: a factor, because ``-x`` turns +0 into +0."""
-    return other_weight * tl.where(channel < HALF, -1.0, 1.0)
-
-
-@triton.jit
-def turned(n, other, cos, sin, channel, HALF: tl.constexpr):
-    """Rows after the rotation, rounded to bf16, as fp32; ``other`` is normed with its :func:`signed` weight."""
-    return tl.where(channel < 2 * HALF, n * cos + other * sin, n).to(tl.bfloat16).to(tl.float32)
+    x = tl.load(x_ptr, mask=kept, other=0.0).to(tl.float32)
+    return as_bf16(x * inverse * weight, INTERPRETED).to(tl.float32)

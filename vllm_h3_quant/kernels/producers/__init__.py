@@ -4,7 +4,7 @@ Each gives the bytes of the plain kernel followed by :func:`vllm_h3_quant.kernel
 is computed in the plain kernel's order and rounded to the activation's dtype before it is quantized.
 """
 
+from vllm_h3_quant.kernels.producers.activation import swiglu
 from vllm_h3_quant.kernels.producers.modulate import gate_norm_modulate, norm_modulate
-from vllm_h3_quant.kernels.producers.swiglu import swiglu
 
 __all__ = ["gate_norm_modulate", "norm_modulate", "swiglu"]

@@ -6,9 +6,10 @@ For a row of ``H`` bf16 values with AdaLN vectors ``i = indices[row]``::
     h      = x / sqrt(mean(x^2) + eps) * weight * (1 + scale[i]) + shift[i]      rounded to bf16
     codes  = quantize_rows(h)
 
-Sums are in fp32. Bit identity with vLLM-Omni's ``rms_norm_indexed_scale_shift`` needs its order of additions,
-which in Triton follows from the tile and the number of warps: one tile of the next power of two and eight warps,
-with values that lie in it as bf16 loads leave them.
+Sums are in fp32. Bit identity with vLLM-Omni's ``rms_norm_indexed_scale_shift`` needs its order of additions. Its
+program has 256 threads, each of which adds the squares of eight neighbours, then of the eight that lie 2048 further,
+and so on; then threads ``t`` and ``t ^ 16`` are added, ``t ^ 8``, 4, 2, 1, and warps ``w`` and ``w ^ 4``, 2, 1. Here a
+thread stands for two of those: 16 neighbours, which is what codes and rotation want, in tiles that fit the row.
 """
 
 from __future__ import annotations
@@ -19,12 +20,18 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_h3_quant.kernels.encode import as_bf16
 from vllm_h3_quant.kernels.formats import BY_NAME
+from vllm_h3_quant.kernels.hadamard import split_columns
 from vllm_h3_quant.kernels.quantize import quantize_row, row_constants
 from vllm_h3_quant.kernels.rows import QuantizedRows, RowFormat
 
-WARPS = 8
-"""As many as the plain kernel has: they decide the order of a row's sum."""
+_PLAIN_THREADS = 256
+_PLAIN_NEIGHBOURS = 8
+"""Threads of the plain kernel, and values that follow each other in one; fewer where a row has less than 2048."""
+THREADS = _PLAIN_THREADS // 2
+_REGISTERS = 80
+"""A thread: 24 warps run at once on a multiprocessor."""
 
 
 def norm_modulate(
@@ -146,12 +153,23 @@ def _launch(
     rows, hidden = x.shape
     if not rows:
         return
+    first, second, neighbours = tiles_of(hidden)
     _modulate_kernel[(rows,)](
         x, branch, updated, gate, shift, scale, weight, indices, codes, scales,
         x.stride(0), branch.stride(0), gate.stride(0), shift.stride(0), scale.stride(0), indices.stride(0),
-        HIDDEN=hidden, EPS=eps, GATED=gated, TILE=triton.next_power_of_2(hidden),
-        **row_constants(BY_NAME[fmt], rotation), num_warps=WARPS,
+        HIDDEN=hidden, EPS=eps, GATED=gated, FIRST=first, SECOND=second, THREADS=THREADS, NEIGHBOURS=neighbours,
+        **row_constants(BY_NAME[fmt], rotation), num_warps=THREADS // 32, maxnreg=_REGISTERS,
     )  # fmt: skip
+
+
+def tiles_of(hidden: int) -> tuple[int, int, int]:
+    """Elements of the first tile and of the second (0 for none), and how many of them follow each other in a thread."""
+    whole = max(triton.next_power_of_2(hidden), _PLAIN_THREADS)
+    neighbours = 2 * min(whole // _PLAIN_THREADS, _PLAIN_NEIGHBOURS)
+    half, rest = whole // 2, max(whole // 4, THREADS * neighbours)
+    # The interpreter adds like NumPy, over a whole row.
+    one = triton.knobs.runtime.interpret or half < rest or half + rest < hidden
+    return (whole, 0, neighbours) if one else (half, rest, neighbours)
 
 
 @triton.jit
@@ -175,7 +193,10 @@ def _modulate_kernel(
     HIDDEN: tl.constexpr,
     EPS: tl.constexpr,
     GATED: tl.constexpr,
-    TILE: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    THREADS: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
     MAX: tl.constexpr,
     AMAX_MIN: tl.constexpr,
     AMAX_MAX: tl.constexpr,
@@ -186,22 +207,99 @@ def _modulate_kernel(
     INTERPRETED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, TILE)
-    inside = column < HIDDEN
     vector = tl.load(indices_ptr + row * indices_stride)
-    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if GATED:
-        gate = tl.load(gate_ptr + vector * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-        branch = tl.load(branch_ptr + row * branch_stride + column, mask=inside, other=0.0).to(tl.float32)
-        updated = (x + gate * branch).to(tl.bfloat16)
-        tl.store(updated_ptr + row * HIDDEN + column, updated, mask=inside)
-        x = updated.to(tl.float32)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    normed = x * tl.rsqrt(tl.sum(x * x, axis=0) / HIDDEN + EPS) * weight
-    shift = tl.load(shift_ptr + vector * shift_stride + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.load(scale_ptr + vector * scale_stride + column, mask=inside, other=0.0).to(tl.float32)
-    modulated = (normed * (1.0 + scale) + shift).to(tl.bfloat16)
+    x_row, branch_row, updated_row = (
+        x_ptr + row * x_stride,
+        branch_ptr + row * branch_stride,
+        updated_ptr + row * HIDDEN,
+    )
+    gate_row, shift_row = gate_ptr + vector * gate_stride, shift_ptr + vector * shift_stride
+    scale_row = scale_ptr + vector * scale_stride
+    first = _residual(x_row, branch_row, updated_row, gate_row, 0, HIDDEN, GATED, FIRST, INTERPRETED)
+    if INTERPRETED:
+        total = tl.sum(first * first, axis=0)
+    else:
+        zero = tl.zeros([THREADS], tl.float32)
+        chains = _add_squares((zero, zero), first, FIRST, THREADS, NEIGHBOURS)
+        if SECOND:
+            second = _residual(x_row, branch_row, updated_row, gate_row, FIRST, HIDDEN, GATED, SECOND, INTERPRETED)
+            chains = _add_squares(chains, second, SECOND, THREADS, NEIGHBOURS)
+        total = _sum_chains(chains, THREADS)
+    inverse = tl.rsqrt(total / HIDDEN + EPS)
+    first = _modulated(first, inverse, weight_ptr, shift_row, scale_row, 0, HIDDEN, FIRST, INTERPRETED)
+    if SECOND:
+        second = _modulated(second, inverse, weight_ptr, shift_row, scale_row, FIRST, HIDDEN, SECOND, INTERPRETED)
+    else:
+        second = first
     quantize_row(
-        modulated, modulated, codes_ptr + row * HIDDEN, scales_ptr + row, scales_ptr, HIDDEN,
-        MAX, AMAX_MIN, AMAX_MAX, FP8, False, OUTER, INNER, NORM, TILE, 0, INTERPRETED,
+        first, second, codes_ptr + row * HIDDEN, scales_ptr + row, scales_ptr, HIDDEN,
+        MAX, AMAX_MIN, AMAX_MAX, FP8, False, OUTER, INNER, NORM, FIRST, SECOND, INTERPRETED, NEIGHBOURS,
     )  # fmt: skip
+
+
+@triton.jit
+def _residual(
+    x_row,
+    branch_row,
+    updated_row,
+    gate_row,
+    start,
+    HIDDEN: tl.constexpr,
+    GATED: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """A tile of the residual stream, updated and written where GATED; fp32, rounded to bf16."""
+    column = start + tl.arange(0, TILE)
+    inside = column < HIDDEN
+    x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)
+    if GATED:
+        gate = tl.load(gate_row + column, mask=inside, other=0.0).to(tl.float32)
+        branch = tl.load(branch_row + column, mask=inside, other=0.0).to(tl.float32)
+        updated = as_bf16(x + gate * branch, INTERPRETED)
+        tl.store(updated_row + column, updated, mask=inside)
+        x = updated.to(tl.float32)
+    return x
+
+
+@triton.jit
+def _add_squares(chains, x, TILE: tl.constexpr, THREADS: tl.constexpr, NEIGHBOURS: tl.constexpr):
+    """``chain + x[0]^2 + x[1]^2 + ...`` one after the other over either half of each thread's neighbours, and then over
+    those that lie THREADS * NEIGHBOURS further, until the end of the tile."""
+    REPEATS: tl.constexpr = TILE // (THREADS * NEIGHBOURS)
+    HALF: tl.constexpr = NEIGHBOURS // 2
+    columns = split_columns(tl.reshape(x, (REPEATS * THREADS, NEIGHBOURS)), REPEATS * THREADS, NEIGHBOURS)
+    first = chains[0]
+    second = chains[1]
+    for repeat in tl.static_range(REPEATS):
+        for i in tl.static_range(HALF):
+            a = split_columns(tl.permute(tl.reshape(columns[i], (REPEATS, THREADS)), (1, 0)), THREADS, REPEATS)
+            b = split_columns(tl.permute(tl.reshape(columns[HALF + i], (REPEATS, THREADS)), (1, 0)), THREADS, REPEATS)
+            first += a[repeat] * a[repeat]
+            second += b[repeat] * b[repeat]
+    return first, second
+
+
+@triton.jit
+def _sum_chains(chains, THREADS: tl.constexpr):
+    """The sum over the plain kernel's threads: by halves of each of its warps, then of the program. Additions of two
+    values have no order, so that each level is written as one."""
+    WARPS: tl.constexpr = THREADS // 16
+    warps = tl.sum(tl.reshape(chains[0], (WARPS, 16)), axis=1) + tl.sum(tl.reshape(chains[1], (WARPS, 16)), axis=1)
+    warps = tl.sum(tl.reshape(warps, (2, WARPS // 2)), axis=0)
+    warps = tl.sum(tl.reshape(warps, (2, WARPS // 4)), axis=0)
+    return tl.sum(warps, axis=0)
+
+
+@triton.jit
+def _modulated(
+    x, inverse, weight_ptr, shift_row, scale_row, start, HIDDEN: tl.constexpr, TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """``x * inverse * weight * (1 + scale) + shift`` as bf16."""
+    column = start + tl.arange(0, TILE)
+    inside = column < HIDDEN
+    normed = x * inverse * tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(shift_row + column, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(scale_row + column, mask=inside, other=0.0).to(tl.float32)
+    return as_bf16(normed * (1.0 + scale) + shift, INTERPRETED)
