@@ -237,6 +237,26 @@ class TestAttention:
             load_pipeline({"method": "h3_fp8_full", "attention_skip_layers": "0,9"})
 
 
+@METHODS
+def test_hsdp_shards_the_codes_of_the_dit(load_pipeline: Load, method: str) -> None:
+    """By rows in the DiT and nowhere else; what the engine leaves out of the shards included."""
+    from torch.distributed.tensor import DTensor
+    from vllm_omni.diffusion.data import DiffusionParallelConfig
+
+    hsdp = DiffusionParallelConfig(use_hsdp=True, hsdp_shard_size=1)
+    plain, sharded = load_pipeline(method), load_pipeline(method, parallel_config=hsdp)
+    for name, layer in plain.named_modules():
+        if not isinstance(getattr(layer, "quant_method", None), H3LinearMethod):
+            continue
+        other = sharded.get_submodule(name)
+        in_dit = name.startswith("transformer.")
+        assert isinstance(other.weight, DTensor) == (in_dit and "final_layer" not in name), name
+        weight = other.weight.to_local() if isinstance(other.weight, DTensor) else other.weight
+        weight = weight.t() if in_dit else weight
+        assert weight.stride() == layer.weight.stride(), name
+        assert torch.equal(weight.view(torch.uint8), layer.weight.view(torch.uint8)), name
+
+
 class TestRefusals:
     def test_an_entry_that_matches_nothing(self, load_pipeline: Load) -> None:
         config = {"method": "h3_fp8", "ignored_layers": ["blocks.0.attn", "blocks.0.attn.q_proj"]}
@@ -262,17 +282,6 @@ class TestRefusals:
         )
         with pytest.raises(H3QuantError, match="matches no linear"):
             load_pipeline({"method": "h3_fp8", "ignored_layers": ["nothing"]})
-
-    def test_hsdp(self) -> None:
-        from types import SimpleNamespace
-
-        from vllm_h3_quant.load_session import before_load
-        from vllm_h3_quant.quant_config import build
-
-        ours = build("h3_fp8", where="test")
-        config = SimpleNamespace(parallel_config=SimpleNamespace(use_hsdp=True), quantization_config=ours)
-        with pytest.raises(H3QuantError, match="h3_fp8 keeps transposed weights, which HSDP cannot shard"):
-            before_load([ours], config, torch.nn.Module())
 
     def test_codes_without_their_scales(self, load_pipeline: Load, own_model: Path) -> None:
         name = "blocks.0.mlp.fc2.weight"

@@ -70,17 +70,11 @@ def before_load(configs: Sequence[AskedConfig], od_config: Any, model: Module) -
     """Refuse what cannot work now that the model is known and no weight has been read.
 
     Raises:
-        H3QuantError: HSDP or a LoRA backend that merges with a method of ours, a configuration that
-            reached no linear or no attention layer, or an ``ignored_layers`` entry or a selected block that
-            matches none.
+        H3QuantError: a LoRA backend that merges with a method of ours, a configuration that reached no linear
+            or no attention layer, or an ``ignored_layers`` entry or a selected block that matches none.
     """
     if not _holds_ours(od_config):
         configs = []  # an engine before this one left them behind in this process
-    if configs and od_config.parallel_config.use_hsdp:
-        raise H3QuantError(
-            f"{configs[0].where}: {configs[0].get_name()} keeps transposed weights, which HSDP cannot shard;"
-            " turn use_hsdp off or use tensor parallelism"
-        )
     if configs and _quantized(getattr(model, TRANSFORMER, model)):
         refuse_merging_backend(configs[0].where, od_config, model)
     if _holds_every_component(model):
@@ -93,9 +87,12 @@ def before_load(configs: Sequence[AskedConfig], od_config: Any, model: Module) -
 
 
 def after_load(configs: Sequence[AskedConfig], od_config: Any, model: Module) -> None:
-    """Refuse a layer that is not complete; log and write what was loaded."""
+    """Refuse a layer that is not complete, let HSDP shard the DiT's; log and write what was loaded."""
     for layer in _quantized(model):
         layer.quant_method.process_weights_after_loading(layer)
+    if od_config.parallel_config.use_hsdp:
+        for layer in _quantized(getattr(model, TRANSFORMER, model)):
+            layer.quant_method.store_for_sharding(layer)
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     names = sorted({config.get_name() for config in configs}) if _holds_ours(od_config) else []

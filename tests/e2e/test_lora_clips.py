@@ -1,4 +1,4 @@
-"""Clips with a LoRA beside quantized linears: every kind counts, none leaves a trace, offload changes nothing."""
+"""Clips with a LoRA beside quantized linears: every kind counts, none leaves a trace, wherever weights lie."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ KINDS = {"attention": ATTENTION, "mlp": MLP, "adaln": ADALN, "all": ATTENTION | 
 INT8 = {"quantization": "h3_int8"}
 LAYERWISE = {"enable_layerwise_offload": True, "pin_cpu_memory": False}
 DISTRIBUTED = {"enable_distributed_layerwise_offload": True, "dlo_use_allgather": False, "pin_cpu_memory": False}
+HSDP = {"use_hsdp": True, "hsdp_shard_size": 2, "num_gpus": 2, "step_execution": True}
 
 # Requests to the engine that keeps all weights resident.
 WITHOUT, ALL, HALF, WITHOUT_AGAIN, ATTENTION_ONLY, MLP_ONLY, ADALN_ONLY = range(7)
@@ -43,8 +44,9 @@ def clips(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         },
         "layerwise": {"arguments": {**INT8, **LAYERWISE}, "loras": [[path, 1.0], None]},
         "distributed": {"arguments": {**INT8, **DISTRIBUTED}, "loras": [[path, 1.0], None]},
+        "hsdp": {"arguments": {**INT8, **HSDP}, "loras": [[path, 1.0], None]},
     }
-    return generate(tiny_h3, root, runs, timeout=280)
+    return generate(tiny_h3, root, runs, timeout=500)
 
 
 def same(one: Generated, index: int, other: Generated, at: int) -> bool:
@@ -63,8 +65,8 @@ def test_the_next_request_without_it_gives_the_clip_without_it(clips: dict[str, 
     assert same(clips["resident"], WITHOUT, clips["resident"], WITHOUT_AGAIN)
 
 
-@pytest.mark.parametrize("mode", ["layerwise", "distributed"])
-def test_offload_changes_nothing(clips: dict[str, Generated], mode: str) -> None:
+@pytest.mark.parametrize("mode", ["layerwise", "distributed", "hsdp"])
+def test_where_the_weights_lie_changes_nothing(clips: dict[str, Generated], mode: str) -> None:
     assert same(clips[mode], 0, clips["resident"], ALL)
     assert same(clips[mode], 1, clips["resident"], WITHOUT)
 
@@ -72,5 +74,5 @@ def test_offload_changes_nothing(clips: dict[str, Generated], mode: str) -> None
 def test_an_adapter_loaded_at_the_start_waits_for_a_request_that_names_it(clips: dict[str, Generated]) -> None:
     """Requests that name none get the clip of an engine that was started without one."""
     loaded = {name: "Loading LoRA during initialization" in clip.log for name, clip in clips.items()}
-    assert loaded == {"resident": True, "layerwise": False, "distributed": False}
+    assert loaded == {"resident": True, "layerwise": False, "distributed": False, "hsdp": False}
     assert same(clips["resident"], WITHOUT, clips["layerwise"], 1)

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism over two processes (gloo on a CPU)."""
+"""Tensor and sequence parallelism and HSDP over two processes (gloo on a CPU)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dump_shards import shards
@@ -48,15 +49,18 @@ def test_shards_are_slices_of_the_single_rank(dumped: Path, load_pipeline: Calla
     assert row_parallel == 2 * (2 * 3 + 2 * 2 + 2 * 2)
 
 
+# Without step_execution the engine's worker hangs on a machine without an accelerator.
+RANKS = {"num_gpus": 2, "step_execution": True}
+HSDP = {"use_hsdp": True, "hsdp_shard_size": 2, **RANKS}
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Generated]:
-    # Without step_execution the engine's worker hangs on a machine without an accelerator.
-    ranks = {"num_gpus": 2, "step_execution": True}
     runs = {
-        method: {"arguments": {"quantization_config": config, "tensor_parallel_size": 2, **ranks}}
+        method: {"arguments": {"quantization_config": config, "tensor_parallel_size": 2, **RANKS}}
         for method, config in CONFIGS.items()
     }
-    runs["ulysses"] = {"arguments": {"quantization_config": "h3_int8_full", "ulysses_degree": 2, **ranks}}
+    runs["ulysses"] = {"arguments": {"quantization_config": "h3_int8_full", "ulysses_degree": 2, **RANKS}}
     return generate(tiny_h3, tmp_path_factory.mktemp("two"), runs, timeout=500)
 
 
@@ -81,3 +85,27 @@ def test_attention_behind_ulysses_is_that_of_one_rank(
     assert "8-bit attention leaves calls" not in two.log
     # Products of half the rows may round otherwise, which is less than what quantization does.
     assert two.psnr(one) > one.psnr(clips["bf16"])
+
+
+@pytest.fixture(scope="module")
+def sharded(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Generated]:
+    runs: dict[str, dict[str, Any]] = {
+        "string_fp8": {"arguments": {"quantization": "h3_fp8", **HSDP}},
+        "string_int8": {"arguments": {"quantization": "h3_int8", **HSDP}},
+        "ulysses": {"arguments": {"quantization_config": "h3_int8_full", "ulysses_degree": 2, **HSDP}},
+    }
+    return generate(tiny_h3, tmp_path_factory.mktemp("sharded"), runs, timeout=500)
+
+
+@pytest.mark.parametrize("run", ["string_fp8", "string_int8"])
+def test_hsdp_gives_the_clip_of_one_rank(sharded: dict[str, Generated], clips: dict[str, Generated], run: str) -> None:
+    """Each rank runs the whole forward from its half of the codes and the other's."""
+    assert "HSDP applied to model" in sharded[run].log
+    assert "unshardable" not in sharded[run].log, "codes stay whole on every rank"
+    for name, array in sharded[run].arrays.items():
+        assert np.array_equal(array, clips[run].arrays[name]), name
+
+
+def test_hsdp_beside_ulysses(sharded: dict[str, Generated], two_ranks: dict[str, Generated]) -> None:
+    for name, array in two_ranks["ulysses"].arrays.items():
+        assert np.array_equal(sharded["ulysses"].arrays[name], array), name

@@ -10,6 +10,8 @@ parameter                 shape, stride       meaning
 ``weight_scale``          (1, N'), fp32       one scale per output channel
 ``bias``                  as created          untouched
 ========================  ==================  ======================================
+
+Under HSDP the linears of the DiT keep the same bytes by rows (:mod:`vllm_h3_quant.methods.sharding`).
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from vllm_h3_quant.kernels.rows import QuantizedRows, RowFormat
 from vllm_h3_quant.methods.arrival import Arrival
 from vllm_h3_quant.methods.device import backend_for
 from vllm_h3_quant.methods.lora import codes_parameter
+from vllm_h3_quant.methods.sharding import operands_by_rows, store_by_rows
 from vllm_h3_quant.methods.storage import keep_dtypes
 
 
@@ -56,6 +59,7 @@ class H3LinearMethod(LinearMethodBase):
         self.name = name
         self.backend: Backend = backend_for(options.method)
         self.rotation = 0
+        self.by_rows = False
         self._offload_after_quant = False
         self._shared_divisors: torch.Tensor | None = None
 
@@ -135,6 +139,22 @@ class H3LinearMethod(LinearMethodBase):
         if self._offload_after_quant:
             layer.to("cpu")
 
+    def store_for_sharding(self, layer: LinearBase) -> None:
+        """Keep the codes by rows from now on, so that HSDP can shard them. Call once the layer is quantized."""
+        if not self.by_rows:
+            store_by_rows(layer, self.name)
+            self.by_rows = True
+
+    def operands(self, layer: LinearBase) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(K', N')`` codes with stride ``(1, K')`` and ``(1, N')`` scales, however the layer keeps them.
+
+        Raises:
+            H3QuantError: HSDP has sharded them and not gathered them for this call.
+        """
+        if self.by_rows:
+            return operands_by_rows(layer, self.fmt.dtype, self.name)
+        return layer.weight, layer.weight_scale
+
     def quantize_weight(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``(N', K')`` codes and ``(N', 1)`` scales of a ``(N, K)`` weight."""
         outputs, inputs = weight.shape
@@ -163,10 +183,11 @@ class H3LinearMethod(LinearMethodBase):
         """``x @ W^T + bias`` for ``x`` of shape ``(..., K)``; the result has the dtype of ``x``.
 
         Raises:
-            H3QuantError: ``x`` holds codes of another format, rotation or width than the weight's.
+            H3QuantError: ``x`` holds codes of another format, rotation or width than the weight's, or the weight
+                is sharded (:meth:`operands`).
         """
         outputs = layer.output_size_per_partition
-        weight = layer.weight
+        weight, weight_scale = self.operands(layer)
         if isinstance(x, QuantizedRows):
             self._check_codes(x, weight.shape[0])
             if x.shape[0] == 0:
@@ -180,7 +201,7 @@ class H3LinearMethod(LinearMethodBase):
         spare = weight.shape[1] - outputs
         if bias is not None and spare:
             bias = F.pad(bias, (0, spare))
-        out = scaled_gemm(codes, weight, scale, layer.weight_scale, bias, x.dtype)
+        out = scaled_gemm(codes, weight, scale, weight_scale, bias, x.dtype)
         return out[:, :outputs].reshape(*x.shape[:-1], outputs)
 
     def _check_codes(self, rows: QuantizedRows, inputs: int) -> None:

@@ -18,12 +18,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def process_groups(*, rank: int = 0, tensor_parallel: int = 1, port: int | None = None) -> Iterator[Any]:
-    """vLLM's and vLLM-Omni's groups for one rank of ``tensor_parallel``; yields the vLLM configuration.
+def process_groups(*, rank: int = 0, tensor_parallel: int = 1, hsdp: int = 1, port: int | None = None) -> Iterator[Any]:
+    """vLLM's and vLLM-Omni's groups for one rank of ``tensor_parallel`` or ``hsdp``; yields the vLLM configuration.
 
     Args:
         rank: this process's rank.
         tensor_parallel: ranks in all; each must enter with the same ``port``.
+        hsdp: the same where HSDP shards over them; the engine has one or the other.
         port: rendezvous port on this host; a free one for a single rank.
     """
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -39,8 +40,8 @@ def process_groups(*, rank: int = 0, tensor_parallel: int = 1, port: int | None 
     current_omni_platform.set_device(current_omni_platform.get_torch_device(rank))
     config = VllmConfig()
     with set_current_vllm_config(config):
-        init_distributed_environment(world_size=tensor_parallel, rank=rank, local_rank=rank)
-        initialize_model_parallel(tensor_parallel_size=tensor_parallel)
+        init_distributed_environment(world_size=max(tensor_parallel, hsdp), rank=rank, local_rank=rank)
+        initialize_model_parallel(tensor_parallel_size=tensor_parallel, fully_shard_degree=hsdp, use_hsdp=hsdp > 1)
         try:
             yield config
         finally:
