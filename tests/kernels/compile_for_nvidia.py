@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_h3_quant.kernels import gemm_triton, quantize
-from vllm_h3_quant.kernels.attention import codes, int8, mean, rotary, scaling
+from vllm_h3_quant.kernels.attention import codes, int8, mean, rotary, scaling, sums
 from vllm_h3_quant.kernels.attention.documents import TILE
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
 from vllm_h3_quant.kernels.hadamard import factors
@@ -94,14 +94,13 @@ def part_arguments(size: int) -> tuple[dict[str, str], dict[str, Any], int]:
     strides = ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "heads")
     signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16") | dict.fromkeys(("tiles_ptr", "spans_ptr"), "*i32")
     constants = {
-        "ONLY_V": False,
         "PEAKS": True,
         "TILE": TILE,
         "PART": scaling._PART,
         "SIZE": size,
         "FIELDS": scaling._FIELDS,
-        "ROWS": scaling._ROWS,
-        "UNROLL": scaling._UNROLL,
+        "ROWS": sums.ROWS,
+        "UNROLL": sums.UNROLL,
     }
     return signature | {"parts_ptr": "*fp32"} | dict.fromkeys(strides, "i32"), constants, 1
 
@@ -120,6 +119,8 @@ def turn_arguments() -> tuple[dict[str, str], dict[str, Any], int]:
         "PART": scaling._PART,
         "SIZE": 128,
         "FIELDS": 8,
+        "ROWS": sums.ROWS,
+        "UNROLL": sums.UNROLL,
         "INTERPRETED": False,
     }
     return signature, constants, 1

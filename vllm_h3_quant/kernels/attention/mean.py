@@ -12,7 +12,7 @@ import triton.language as tl
 
 from vllm_h3_quant.kernels.attention.documents import TILE, Documents
 from vllm_h3_quant.kernels.encode import as_bf16
-from vllm_h3_quant.kernels.quantize import REGISTERS, quantize_row, quantized, row_constants, tiles
+from vllm_h3_quant.kernels.quantize import quantize_row, quantized, row_constants, tiles
 from vllm_h3_quant.kernels.rows import QuantizedRows, RowFormat
 
 
@@ -65,7 +65,7 @@ def mean_codes(out: torch.Tensor, mean: torch.Tensor, documents: Documents, row_
     first, second, warps = tiles(width, row_format.rotation)
     _mean_codes_kernel[(tokens,)](
         out, mean, documents.cu_seqlens, codes, scale, documents.spans.shape[0], width,
-        FIRST=first, SECOND=second, **row_constants(fmt, row_format.rotation), num_warps=warps, maxnreg=REGISTERS,
+        FIRST=first, SECOND=second, **row_constants(fmt, row_format.rotation), num_warps=warps,
     )  # fmt: skip
     return QuantizedRows(codes, scale, out.dtype, row_format)
 

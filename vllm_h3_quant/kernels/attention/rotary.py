@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from vllm_h3_quant.kernels.attention.documents import TILE, Documents
+from vllm_h3_quant.kernels.attention.sums import ROWS, UNROLL, store_value_sums
 from vllm_h3_quant.kernels.encode import as_bf16
 
 _REGISTERS = 80
@@ -52,6 +53,7 @@ def rotary_of(q_weight: torch.Tensor, k_weight: torch.Tensor, table: torch.Tenso
 def sum_turned(
     q: torch.Tensor,
     k: torch.Tensor,
+    v: torch.Tensor,
     documents: Documents,
     rotary: Rotary,
     parts: torch.Tensor,
@@ -59,24 +61,24 @@ def sum_turned(
     part: int,
     peaks: bool,
 ) -> None:
-    """Write ``rotary.rows``, and of them what :mod:`.scaling` sums of Q and K.
+    """Write ``rotary.rows``, and what :mod:`.scaling` sums of them and of V.
 
     Args:
-        q, k: ``(tokens, heads, D)`` of the projection, any strides, the last one 1.
+        q, k, v: ``(tokens, heads, D)`` of the projection, any strides, the last one 1.
         documents: of the packed sequence.
         rotary: norm and rotation.
-        parts: ``(tiles, heads, 8, D)`` fp32, whose fields of Q and K are written.
+        parts: ``(tiles, heads, 8, D)`` fp32 sums, written.
         part: tiles that are summed together.
         peaks: whether the largest magnitudes are wanted.
     """
     _, heads, size = q.shape
     half = rotary.table.shape[1] // 2
-    _turn_kernel[(documents.tiles.shape[0], heads, 2)](
-        q, k, documents.tiles, documents.spans, parts,
+    _turn_kernel[(documents.tiles.shape[0], heads, 3)](
+        q, k, v, documents.tiles, documents.spans, parts,
         rotary.q_weight, rotary.k_weight, rotary.table, *rotary.rows,
-        *q.stride()[:2], *k.stride()[:2], heads,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], heads,
         EPS=rotary.eps, HALF=half, PAIRS=triton.next_power_of_2(half), REST=triton.next_power_of_2(size - 2 * half),
-        PEAKS=peaks, TILE=TILE, PART=part, SIZE=size, FIELDS=parts.shape[2],
+        PEAKS=peaks, TILE=TILE, PART=part, SIZE=size, FIELDS=parts.shape[2], ROWS=ROWS, UNROLL=UNROLL,
         INTERPRETED=triton.knobs.runtime.interpret, num_warps=1, maxnreg=_REGISTERS,
     )  # fmt: skip
 
@@ -85,6 +87,7 @@ def sum_turned(
 def _turn_kernel(
     q_ptr,
     k_ptr,
+    v_ptr,
     tiles_ptr,
     spans_ptr,
     parts_ptr,
@@ -97,6 +100,8 @@ def _turn_kernel(
     q_head,
     k_token,
     k_head,
+    v_token,
+    v_head,
     heads,
     EPS: tl.constexpr,
     HALF: tl.constexpr,
@@ -107,11 +112,13 @@ def _turn_kernel(
     PART: tl.constexpr,
     SIZE: tl.constexpr,
     FIELDS: tl.constexpr,
+    ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
-    is_key = tl.program_id(2) == 1
+    operand = tl.program_id(2)
     document = tl.load(tiles_ptr + tile * 4)
     offset = tile - tl.load(spans_ptr + document * 4)
     left = tl.load(spans_ptr + document * 4 + 2) - offset * TILE
@@ -119,16 +126,49 @@ def _turn_kernel(
     leads = (offset % PART == 0) & (tl.load(tiles_ptr + tile * 4 + 2) > 0)
     count = tl.where(leads, tl.minimum(left, PART * TILE), 0)
     first = tl.load(tiles_ptr + tile * 4 + 1).to(tl.int64)
-    stride = tl.where(is_key, k_token, q_token)
-    source = q_ptr + first * q_token + head * q_head
-    out = q_rows_ptr + (first * heads + head) * SIZE
-    weight_ptr = q_weight_ptr
-    if is_key:
-        source = k_ptr + first * k_token + head * k_head
-        out = k_rows_ptr + (first * heads + head) * SIZE
-        weight_ptr = k_weight_ptr
+    part = parts_ptr + (tile.to(tl.int64) * heads + head) * FIELDS * SIZE
     turns = table_ptr + first * (2 * HALF)
+    out = (first * heads + head) * SIZE
+    # V has no norm; its programs wait for memory while those of Q and K compute.
+    if operand == 0:
+        _turn(
+            q_ptr + first * q_token + head * q_head, q_token, q_rows_ptr + out, q_weight_ptr, turns, count, heads,
+            part, part, part + 6 * SIZE, leads, False, EPS, HALF, PAIRS, REST, PEAKS, SIZE, INTERPRETED,
+        )  # fmt: skip
+    elif operand == 1:
+        _turn(
+            k_ptr + first * k_token + head * k_head, k_token, k_rows_ptr + out, k_weight_ptr, turns, count, heads,
+            part + SIZE, part + 2 * SIZE, part + 7 * SIZE, leads, True, EPS, HALF, PAIRS, REST, PEAKS, SIZE,
+            INTERPRETED,
+        )  # fmt: skip
+    else:
+        source = v_ptr + first * v_token + head * v_head
+        store_value_sums(source, v_token, count, part + 3 * SIZE, leads, SIZE, ROWS, UNROLL)
 
+
+@triton.jit
+def _turn(
+    source,
+    stride,
+    out,
+    weight_ptr,
+    turns,
+    count,
+    heads,
+    sums,
+    squares,
+    peaks,
+    leads,
+    SUMS: tl.constexpr,
+    EPS: tl.constexpr,
+    HALF: tl.constexpr,
+    PAIRS: tl.constexpr,
+    REST: tl.constexpr,
+    PEAKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Norm and rotation of ``count`` rows of one head, and the sums of their channels."""
     row = tl.arange(0, 2)
     pair = tl.arange(0, PAIRS)
     rest = 2 * HALF + tl.arange(0, REST)
@@ -178,9 +218,10 @@ def _turn_kernel(
         turns += 4 * HALF
         low = low_turned.to(tl.float32)
         high = high_turned.to(tl.float32)
-        low_sum += low
-        high_sum += high
-        rest_sum += same
+        if SUMS:
+            low_sum += low
+            high_sum += high
+            rest_sum += same
         low_square += low * low
         high_square += high * high
         rest_square += same * same
@@ -189,20 +230,19 @@ def _turn_kernel(
             high_peak = tl.maximum(high_peak, tl.abs(high))
             rest_peak = tl.maximum(rest_peak, tl.abs(same))
 
-    part = parts_ptr + (tile.to(tl.int64) * heads + head) * FIELDS * SIZE
-    squares = part + tl.where(is_key, 2 * SIZE, 0)
-    tl.store(squares + pair, tl.sum(low_square, axis=0), mask=leads & is_pair)
-    tl.store(squares + HALF + pair, tl.sum(high_square, axis=0), mask=leads & is_pair)
-    tl.store(squares + rest, tl.sum(rest_square, axis=0), mask=leads & is_rest)
-    if is_key:
-        tl.store(part + SIZE + pair, tl.sum(low_sum, axis=0), mask=leads & is_pair)
-        tl.store(part + SIZE + HALF + pair, tl.sum(high_sum, axis=0), mask=leads & is_pair)
-        tl.store(part + SIZE + rest, tl.sum(rest_sum, axis=0), mask=leads & is_rest)
+    in_pair = leads & is_pair
+    in_rest = leads & is_rest
+    tl.store(squares + pair, tl.sum(low_square, axis=0), mask=in_pair)
+    tl.store(squares + HALF + pair, tl.sum(high_square, axis=0), mask=in_pair)
+    tl.store(squares + rest, tl.sum(rest_square, axis=0), mask=in_rest)
+    if SUMS:
+        tl.store(sums + pair, tl.sum(low_sum, axis=0), mask=in_pair)
+        tl.store(sums + HALF + pair, tl.sum(high_sum, axis=0), mask=in_pair)
+        tl.store(sums + rest, tl.sum(rest_sum, axis=0), mask=in_rest)
     if PEAKS:
-        peaks = part + tl.where(is_key, 7 * SIZE, 6 * SIZE)
-        tl.store(peaks + pair, tl.max(low_peak, axis=0), mask=leads & is_pair)
-        tl.store(peaks + HALF + pair, tl.max(high_peak, axis=0), mask=leads & is_pair)
-        tl.store(peaks + rest, tl.max(rest_peak, axis=0), mask=leads & is_rest)
+        tl.store(peaks + pair, tl.max(low_peak, axis=0), mask=in_pair)
+        tl.store(peaks + HALF + pair, tl.max(high_peak, axis=0), mask=in_pair)
+        tl.store(peaks + rest, tl.max(rest_peak, axis=0), mask=in_rest)
 
 
 @triton.jit
