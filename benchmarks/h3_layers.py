@@ -136,17 +136,18 @@ def linear_layer(linear: Linear, method: str, weight: torch.Tensor) -> Module:
     return layer
 
 
-def block(shape: BlockShape, method: str | dict[str, Any], device: torch.device) -> Module:
+def block(shape: BlockShape, method: str | dict[str, Any], device: torch.device, **parallel: int) -> Module:
     """A ``MiniMaxH3DiTBlock`` in ``method``, a name or a configuration, with random weights that are always the same.
 
     Weights are normal with deviation ``k^-1/2`` and eight input channels six times as large; AdaLN's are
-    scaled by 0.3, so that its scales stay around one. Biases are zero and norms one.
+    scaled by 0.3, so that its scales stay around one. Biases are zero and norms one. ``parallel`` are degrees of the
+    engine's parallelism, whose groups exist.
     """
     from vllm.model_executor.layers.linear import LinearBase
     from vllm_omni.diffusion.models.minimax_h3.minimax_h3_transformer import MiniMaxH3DiTBlock
 
     config = _quant_config(method)
-    with _building_on(device), _engine_config(config):
+    with engine_config(config, **parallel), _building_on(device):
         model = MiniMaxH3DiTBlock(arch(shape), config, prefix="blocks.0")
         linears = [(name, module) for name, module in model.named_modules() if isinstance(module, LinearBase)]
         generator = torch.Generator(device).manual_seed(0)
@@ -169,17 +170,22 @@ def block(shape: BlockShape, method: str | dict[str, Any], device: torch.device)
 
 
 @contextmanager
-def _engine_config(quant_config: Any) -> Iterator[None]:
+def engine_config(quant_config: Any, **parallel: int) -> Iterator[None]:
     """The engine's configuration of MiniMax-H3, from which attention layers learn what was asked of them."""
     from vllm_omni.diffusion.config import set_current_diffusion_config
-    from vllm_omni.diffusion.data import OmniDiffusionConfig
+    from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig
+    from vllm_omni.diffusion.forward_context import set_forward_context
 
     from vllm_h3_quant.load_session import install
     from vllm_h3_quant.upstream.attention import MODEL_CLASSES
 
     install()
-    config = OmniDiffusionConfig(model_class_name=MODEL_CLASSES[0], quantization_config=quant_config)
-    with set_current_diffusion_config(config):
+    config = OmniDiffusionConfig(
+        model_class_name=MODEL_CLASSES[0],
+        quantization_config=quant_config,
+        parallel_config=DiffusionParallelConfig(**parallel),
+    )
+    with set_current_diffusion_config(config), set_forward_context(omni_diffusion_config=config):
         yield
 
 

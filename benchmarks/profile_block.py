@@ -40,14 +40,16 @@ KINDS: tuple[tuple[str, str, str], ...] = (
     ("GEMM", r"gemm|gemv|cutlass|nvjet|wgmma|cublas|xmma", "#fdae6b"),
     (
         "AdaLN, norm, gate",
-        r"\b_(rms_norm_indexed_scale_shift|indexed_gate|indexed_scale_shift)|\b_(gate_)?modulate_kernel",
+        r"\b_(rms_norm_indexed_scale_shift|indexed_gate|indexed_scale_shift)|\b_modulate_kernel",
         "#74c476",
     ),
-    ("q/k norm, RoPE", r"\b_(rms|qk)_norm_rope_kernel", "#c7e9c0"),
+    # Where both are one kernel it counts here: it sums for attention's means as well.
+    ("q/k norm, RoPE", r"\b_(rms|qk)_norm_rope_kernel|\b_turn_kernel", "#c7e9c0"),
     ("attention preparation", r"\b_(part|document|codes|locate)_kernel", "#9e9ac8"),
     ("attention output", r"\b_(add_mean|mean_codes)_kernel", "#dadaeb"),
     ("SwiGLU", r"(act|silu)_and_mul|\b_swiglu_kernel", "#fa9fb5"),
-    ("quantize", r"(?<!h3_)quant|per_token|segmented_max_reduction", "#ffd92f"),
+    # The engine's fp8 has its activations quantized by a compiled kernel, which is named after its steps.
+    ("quantize", r"(?<!h3_)quant|per_token|segmented_max_reduction|triton_red_fused_\w*abs\w*max", "#ffd92f"),
 )
 """Each kind, what the names of its kernels contain in either case, and its colour; the first that matches counts."""
 

@@ -52,6 +52,7 @@ LIBRARY_KERNELS = [
     ("void flashinfer::activation::act_and_mul_kernel<__nv_bfloat16, silu>", "SwiGLU"),
     ("void vllm::dynamic_per_token_scaled_fp8_quant_kernel_strided<c10::BFloat16, c10::Float8_e4m3fn>", "quantize"),
     ("void vllm::scaled_fp8_quant_kernel_strided_dynamic<c10::BFloat16, c10::Float8_e4m3fn>", "quantize"),
+    ("triton_red_fused__to_copy_abs_clamp_max_mul_reciprocal_unsqueeze_0", "quantize"),
     ("void vllm::segmented_max_reduction_strided<c10::BFloat16, c10::Float8_e4m3fn>", "quantize"),
     (
         "void vllm::dynamic_scaled_int8_quant_kernel<c10::BFloat16, float>(c10::BFloat16 const*, signed char*)",
@@ -74,19 +75,16 @@ TRITON_KERNELS = [
     (OURS, "_locate_kernel", "attention preparation"),
     (OURS, "_add_mean_kernel", "attention output"),
     (OURS, "_quantize_rows_kernel", "quantize"),
+    (OURS, "_modulate_kernel", "AdaLN, norm, gate"),
+    (OURS, "_turn_kernel", "q/k norm, RoPE"),
+    (OURS, "_mean_codes_kernel", "attention output"),
+    (OURS, "_swiglu_kernel", "SwiGLU"),
     (ENGINE, "_rms_norm_indexed_scale_shift_kernel", "AdaLN, norm, gate"),
     (ENGINE, "_indexed_gate_kernel", "AdaLN, norm, gate"),
     (ENGINE, "_indexed_scale_shift_kernel", "AdaLN, norm, gate"),
     (ENGINE, "_indexed_gate_rms_norm_scale_shift_kernel", "AdaLN, norm, gate"),
     (ENGINE, "_rms_norm_rope_kernel", "q/k norm, RoPE"),
     (ENGINE, "_qk_norm_rope_kernel", "q/k norm, RoPE"),
-]
-
-FUSED_KERNELS = [
-    ("_modulate_kernel", "AdaLN, norm, gate"),
-    ("_gate_modulate_kernel", "AdaLN, norm, gate"),
-    ("_mean_codes_kernel", "attention output"),
-    ("_swiglu_kernel", "SwiGLU"),
 ]
 
 
@@ -106,9 +104,7 @@ def invoke(script: Any, *arguments: object) -> tuple[int, str]:
 
 
 class TestKinds:
-    @pytest.mark.parametrize(
-        ("name", "kind"), [*LIBRARY_KERNELS, *FUSED_KERNELS, *((name, kind) for _, name, kind in TRITON_KERNELS)]
-    )
+    @pytest.mark.parametrize(("name", "kind"), [*LIBRARY_KERNELS, *((name, kind) for _, name, kind in TRITON_KERNELS)])
     def test_of_a_kernel(self, name: str, kind: str, script: Any) -> None:
         assert script.kind_of(name) == kind
 

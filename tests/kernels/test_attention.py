@@ -6,6 +6,7 @@ The Triton kernels run under the interpreter on a CPU and natively on a GPU.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -53,6 +54,7 @@ SIZES_AND_FORMATS = pytest.mark.parametrize(
 
 # Rounding P and V to e4m3 moves each by 2^-4 at most, 2^-4 / sqrt(3) on average if errors fill that range evenly;
 # scores of at most a few units move by less.
+Run = Callable[..., torch.Tensor]
 EIGHT_BIT = 2 * 2**-4 / 3**0.5
 # A probability that lies beside a tie may round to the other side: one in 500 by a step of 2^-3.
 SAME_CODES = 0.006
@@ -226,27 +228,28 @@ class TestInt8Attention:
 
 
 @pytest.fixture(params=["reference", "kernels"])
-def run(request: pytest.FixtureRequest) -> backends.Run:
+def run(request: pytest.FixtureRequest) -> Run:
     """INT8 attention with FP8 values, in plain PyTorch and by the kernels."""
-    plain = next(b.run for b in attention.BACKENDS if b.kind == "int8" and b.capabilities is None)
-    return plain if request.param == "reference" else attention.BACKENDS[0].run
+    plain = next(b for b in attention.BACKENDS if b.kind == "int8" and b.capabilities is None)
+    backend = plain if request.param == "reference" else attention.BACKENDS[0]
+    return lambda *arguments: backend.run(backends.Call(*arguments))
 
 
 class TestWhole:
     @PACKED
     @SIZES
-    def test_close_to_exact_attention(self, lengths: list[int], size: int, run: backends.Run) -> None:
+    def test_close_to_exact_attention(self, lengths: list[int], size: int, run: Run) -> None:
         q, k, v = packed(lengths, size)
         out = run(q, k, v, bounds(lengths), max(lengths), size**-0.5)
         assert out.is_contiguous()
         assert relative_l2(out, exact(q, k, v, lengths)) < EIGHT_BIT
 
     @pytest.mark.parametrize("outliers", list(Outliers))
-    def test_outliers(self, outliers: Outliers, run: backends.Run) -> None:
+    def test_outliers(self, outliers: Outliers, run: Run) -> None:
         q, k, v = synthetic_qkv(260, 1, 128, 2.8, device=DEVICE, outliers=outliers)
         assert relative_l2(run(q, k, v, bounds([260]), 260, 128**-0.5), exact(q, k, v, [260])) < EIGHT_BIT
 
-    def test_documents_do_not_see_each_other(self, run: backends.Run) -> None:
+    def test_documents_do_not_see_each_other(self, run: Run) -> None:
         lengths = [200, 131]
         q, k, v = packed(lengths, 64)
         before = run(q, k, v, bounds(lengths), 200, 0.125)
@@ -257,22 +260,22 @@ class TestWhole:
         assert torch.equal(before[:200], after[:200])
         assert torch.equal(before[:200], run(q[:200], k[:200], v[:200], bounds([200]), 200, 0.125))
 
-    def test_a_document_of_one_token_gives_its_value(self, run: backends.Run) -> None:
+    def test_a_document_of_one_token_gives_its_value(self, run: Run) -> None:
         q, k, v = packed([130, 1], 128)
         assert torch.equal(run(q, k, v, bounds([130, 1]), 130, 1.0)[130], v[130])
 
-    def test_zeros(self, run: backends.Run) -> None:
+    def test_zeros(self, run: Run) -> None:
         zero = torch.zeros(30, 2, 64, dtype=torch.bfloat16, device=DEVICE)
         assert not run(zero, zero, zero, bounds([30]), 30, 0.125).any()
 
-    def test_equal_values_come_out_as_they_are(self, run: backends.Run) -> None:
+    def test_equal_values_come_out_as_they_are(self, run: Run) -> None:
         q, k, v = packed([150], 64)
         out = run(q, k, torch.full_like(v, 3.25), bounds([150]), 150, 0.125)
         assert torch.equal(out, torch.full_like(out, 3.25))
 
     @pytest.mark.parametrize("poisoned", [0, 1, 2], ids=["q", "k", "v"])
     @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
-    def test_what_is_not_finite_is_not_hidden(self, poisoned: int, value: float, run: backends.Run) -> None:
+    def test_what_is_not_finite_is_not_hidden(self, poisoned: int, value: float, run: Run) -> None:
         operands = [x.clone() for x in packed([140, 20], 64, heads=2)]
         operands[poisoned][33, 1, 5] = value
         out = run(*operands, bounds([140, 20]), 140, 0.125)
@@ -280,7 +283,7 @@ class TestWhole:
         assert out[140:].isfinite().all()
         assert out[:, 0].isfinite().all()
 
-    def test_the_same_bytes_each_time(self, run: backends.Run) -> None:
+    def test_the_same_bytes_each_time(self, run: Run) -> None:
         operands = packed([300], 128)
         first, second = (run(*operands, bounds([300]), 300, 0.1) for _ in range(2))
         assert torch.equal(first, second)

@@ -8,9 +8,9 @@ For each row of ``x`` of shape ``(M, K)``, with ``y = x`` or ``y = x H P`` (:mod
     code    = clamp(y / divisor, -max, max)       (true division, round to nearest even)
     scale   = divisor * norm                      (fp32), so that  y * norm = code * scale
 
-A row of zeros gets zero codes. Infinite values saturate at the largest finite fp32, so that they
-come out of a product as infinity and touch no other row. A row that holds NaN gets zero codes and a
-NaN scale, so that the whole row comes out as NaN.
+A row of zeros gets zero codes; which of e4m3's two zeros a value of -0 becomes is not defined. Infinite
+values saturate at the largest finite fp32, so that they come out of a product as infinity and touch no
+other row. A row that holds NaN gets zero codes and a NaN scale, so that the whole row comes out as NaN.
 
 The kernel divides by two multiplications: ``r + r'`` is ``1 / divisor`` to 48 bits, and
 ``fma(y, r, y * r')`` is ``y / divisor`` before its last rounding with an error below ``2^-45`` of it

@@ -18,13 +18,16 @@ def free_port() -> int:
 
 
 @contextmanager
-def process_groups(*, rank: int = 0, tensor_parallel: int = 1, hsdp: int = 1, port: int | None = None) -> Iterator[Any]:
-    """vLLM's and vLLM-Omni's groups for one rank of ``tensor_parallel`` or ``hsdp``; yields the vLLM configuration.
+def process_groups(
+    *, rank: int = 0, tensor_parallel: int = 1, hsdp: int = 1, ulysses: int = 1, port: int | None = None
+) -> Iterator[Any]:
+    """vLLM's and vLLM-Omni's groups for one rank of as many as one of the degrees says; yields the vLLM configuration.
 
     Args:
         rank: this process's rank.
         tensor_parallel: ranks in all; each must enter with the same ``port``.
-        hsdp: the same where HSDP shards over them; the engine has one or the other.
+        hsdp: the same where HSDP shards over them.
+        ulysses: the same where they share a sequence. One of the three is above one.
         port: rendezvous port on this host; a free one for a single rank.
     """
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -40,8 +43,14 @@ def process_groups(*, rank: int = 0, tensor_parallel: int = 1, hsdp: int = 1, po
     current_omni_platform.set_device(current_omni_platform.get_torch_device(rank))
     config = VllmConfig()
     with set_current_vllm_config(config):
-        init_distributed_environment(world_size=max(tensor_parallel, hsdp), rank=rank, local_rank=rank)
-        initialize_model_parallel(tensor_parallel_size=tensor_parallel, fully_shard_degree=hsdp, use_hsdp=hsdp > 1)
+        init_distributed_environment(world_size=max(tensor_parallel, hsdp, ulysses), rank=rank, local_rank=rank)
+        initialize_model_parallel(
+            tensor_parallel_size=tensor_parallel,
+            fully_shard_degree=hsdp,
+            use_hsdp=hsdp > 1,
+            ulysses_degree=ulysses,
+            sequence_parallel_size=ulysses,
+        )
         try:
             yield config
         finally:
