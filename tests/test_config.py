@@ -15,6 +15,13 @@ def test_presets() -> None:
     assert parse("h3_fp8", where="x").attention == "none"
 
 
+def test_fusion_is_on_unless_turned_off() -> None:
+    assert parse("h3_int8", where="x").fuse
+    assert not parse("h3_int8_full", {"fuse": False}, where="x").fuse
+    with pytest.raises(H3QuantError, match="fuse='often' is not valid"):
+        parse("h3_fp8", {"fuse": "often"}, where="x")
+
+
 @pytest.mark.parametrize(("name", "plain"), [("h3_fp8_full", "h3_fp8"), ("H3-INT8-Full", "h3_int8")])
 def test_presets_with_attention_are_the_method_with_auto(name: str, plain: str) -> None:
     assert parse(name, where="x") == parse(plain, {"attention": "auto"}, where="x")
@@ -40,6 +47,7 @@ def test_selectors_are_kept_in_one_spelling() -> None:
         ("h3_int8", {"rotation": 0}),
         ("h3_int8_full", {"attention_skip_layers": "0-3,46-49", "attention_skip_steps": [0], "attention": "int8"}),
         ("h3_fp8_full", {"attention_token_refiner": True}),
+        ("h3_fp8", {"fuse": False}),
     ],
 )
 def test_json_round_trip(method: str, options: dict[str, object]) -> None:

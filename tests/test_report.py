@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_h3_quant.report import AttentionReport, ComponentReport, LoadReport, lines
+from vllm_h3_quant.report import AttentionReport, ComponentReport, EdgeReport, LoadReport, lines
 
 
 def report(**kernels: int) -> LoadReport:
@@ -53,3 +53,15 @@ def test_attention_says_why_auto_chose() -> None:
     assert attention(kept={"kept by auto": 5}, why="no kernel") == (
         "transformer: 0 of 5 attention layers in 8 bits, auto: no kernel; the engine's: 5 kept by auto"
     )
+
+
+def test_edges_are_counted_where_fusion_is_asked_for() -> None:
+    def said(**values: Any) -> list[str]:
+        part = ComponentReport(linears=1, quantized=0, kernels={}, weight_bytes=0, fusion=EdgeReport(**values))
+        return lines(LoadReport(method=None, components={"transformer": part}))[1:]
+
+    assert said() == []
+    assert said(edges=250, fused=250) == ["transformer: 250 of 250 edges of the blocks fused"]
+    assert said(edges=250, fused=198, kept={"norm -> fc1 (wrapped)": 50, "SwiGLU -> fc2 (hook)": 2}) == [
+        "transformer: 198 of 250 edges of the blocks fused; as values: 50 norm -> fc1 (wrapped), 2 SwiGLU -> fc2 (hook)"
+    ]

@@ -54,7 +54,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[str, type]:
         ("h3_int8", {"attention": "int8"}, EVERY - {Edge.OUT}),
         ("h3_int8", {"attention": "fp8", "rotation": 128}, EVERY),
     ],
-    ids=str,
+    ids=["fp8", "fp8, attention fp8", "int8, attention int8", "int8, attention fp8"],
 )
 def test_fusion_changes_no_byte(
     method: str, options: dict[str, Any], edges: set[Edge], build: Build, inputs: Inputs, taken: dict[str, type]
@@ -128,6 +128,7 @@ def test_a_wrapped_or_hooked_linear_gets_its_activation(path: str, edge: Edge, b
         (["blocks.0.mlp"], {Edge.QKV, Edge.ATTENTION, Edge.OUT}),
         (["blocks.0.mlp.fc1", "blocks.0.attn.out_proj"], {Edge.QKV, Edge.ATTENTION, Edge.FC2}),
     ],
+    ids=["attention", "mlp", "fc1 and out_proj"],
 )
 def test_linears_that_keep_their_precision(ignored: list[str], edges: set[Edge], build: Build, inputs: Inputs) -> None:
     fused, plain = (build("h3_fp8", attention="fp8", ignored_layers=ignored, fuse=fuse) for fuse in (True, False))

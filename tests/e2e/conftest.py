@@ -41,6 +41,9 @@ RUNS: dict[str, dict[str, Any]] = {
         "debug": ["vllm_omni.diffusion.models.minimax_h3.pipeline_minimax_h3"],
     },
     "full_int8": {"arguments": {"quantization_config": "h3_int8_full"}},
+    "unfused_fp8": {"arguments": {"quantization_config": {"method": "h3_fp8_full", "fuse": False}}},
+    "unfused_int8": {"arguments": {"quantization_config": {"method": "h3_int8_full", "fuse": False}}},
+    "cached": {"arguments": {"quantization_config": "h3_int8_full", "cache_backend": "cache_dit"}},
     "engine_option": {"arguments": {"diffusion_kv_cache_dtype": "fp8", "diffusion_kv_cache_skip_layers": "0"}},
     "replaced_fp8": {"arguments": {"quantization": "fp8"}, "env": {"VLLM_H3_QUANT_REPLACE": "fp8,int8"}},
     "replaced_int8": {"arguments": {"quantization": "int8"}, "env": {"VLLM_H3_QUANT_REPLACE": "fp8,int8"}},
@@ -51,6 +54,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in Path(item.path).parents:
             item.add_marker(pytest.mark.e2e)
+            # One process makes the clips that these tests share, and no two engines compete for the cores.
+            item.add_marker(pytest.mark.xdist_group("engine"))
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(600))
 
