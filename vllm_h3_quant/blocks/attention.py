@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm_omni.diffusion.layers.fused_qk_norm_rope import fused_qk_norm_rope
 
+from vllm_h3_quant.blocks.producers import has_kernel
 from vllm_h3_quant.kernels import attention as kernels
 from vllm_h3_quant.kernels.rows import QuantizedRows, RowFormat
 from vllm_h3_quant.upstream.attention import left_out_by_engine
@@ -40,7 +41,7 @@ def attend(
         q, k = fused_qk_norm_rope(q, k, *weights, rope_table, eps)
         return packed_attention(attn, q, k, v, **packing).flatten(1)
     rotary = None
-    if qkv.is_cuda:
+    if has_kernel(qkv):
         rotary = kernels.rotary_of(*weights, rope_table, eps, heads=attn.num_heads)
     else:
         q, k = fused_qk_norm_rope(q, k, *weights, rope_table, eps)

@@ -1,6 +1,7 @@
 """The block's elementwise steps, with codes at their end where the next linear takes them.
 
-On a GPU a producer is one kernel. Elsewhere, and by definition, it is the engine's step followed by quantization.
+On a GPU a producer is one kernel, for bf16. Elsewhere, and by definition, it is the engine's step followed by
+quantization.
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ from vllm_omni.diffusion.layers import indexed_modulation as engine
 from vllm_h3_quant.kernels import producers as kernels
 from vllm_h3_quant.kernels.quantize import quantized
 from vllm_h3_quant.kernels.rows import QuantizedRows, RowFormat
+
+
+def has_kernel(x: torch.Tensor) -> bool:
+    """Whether the producers' kernels take an activation."""
+    return x.is_cuda and x.dtype is torch.bfloat16
 
 
 def norm_modulate(
@@ -33,7 +39,7 @@ def norm_modulate(
         row_format: None for values.
     """
     arguments = (x, norm.weight, shift, scale, indices, norm.variance_epsilon)
-    if row_format is not None and x.is_cuda:
+    if row_format is not None and has_kernel(x):
         return kernels.norm_modulate(*arguments, row_format)
     values: torch.Tensor = engine.rms_norm_indexed_scale_shift(*arguments)
     return values if row_format is None else quantized(values, row_format)
@@ -51,7 +57,7 @@ def gate_norm_modulate(
 ) -> tuple[torch.Tensor, torch.Tensor | QuantizedRows]:
     """The residual stream plus the gated branch, and that normed and modulated; see :func:`norm_modulate`."""
     arguments = (residual, gate, branch, norm.weight, shift, scale, indices, norm.variance_epsilon)
-    if row_format is not None and residual.is_cuda:
+    if row_format is not None and has_kernel(residual):
         return kernels.gate_norm_modulate(*arguments, row_format)
     updated, values = engine.indexed_gate_rms_norm_scale_shift(*arguments)
     return updated, values if row_format is None else quantized(values, row_format)

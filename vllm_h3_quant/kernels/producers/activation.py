@@ -27,7 +27,7 @@ def swiglu(x: torch.Tensor, row_format: RowFormat) -> QuantizedRows:
     """Codes of ``silu(gate) * up``.
 
     Args:
-        x: ``(M, 2 F)`` bf16, gate and up beside each other, rows contiguous.
+        x: ``(M, 2 F)``, gate and up beside each other, rows contiguous. Kernels take bf16.
         row_format: what the next linear takes.
 
     Returns:
@@ -39,7 +39,7 @@ def swiglu(x: torch.Tensor, row_format: RowFormat) -> QuantizedRows:
 
 @torch.library.custom_op("h3_quant::swiglu", mutates_args=())
 def _swiglu_op(x: torch.Tensor, fmt: str, rotation: int) -> tuple[torch.Tensor, torch.Tensor]:
-    implementation = swiglu_triton if x.is_cuda else swiglu_reference
+    implementation = swiglu_triton if x.is_cuda and x.dtype is torch.bfloat16 else swiglu_reference
     return implementation(x, BY_NAME[fmt], rotation)
 
 
