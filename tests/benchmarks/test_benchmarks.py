@@ -242,10 +242,11 @@ def test_bench_linear(of_the_engine: tuple[list[dict[str, Any]], str]) -> None:
 def test_bench_block(of_the_engine: tuple[list[dict[str, Any]], str]) -> None:
     rows = [row for row in of_the_engine[0] if row["benchmark"] == "block"]
     parts = ["block", "qkv", "out", "mlp", "attention", "adaln"]
-    assert [row["case"]["part"] for row in rows[::7]] == parts
+    full = [name + more for name in ("h3_fp8_full", "h3_int8_full") for more in ("", ":unfused")]
+    assert [row["case"]["part"] for row in rows[::9]] == parts
     for part in parts:
         found = variants(rows, part=part)
-        assert list(found) == ["bf16", "fp8", "int8", "h3_fp8", "h3_int8", "h3_fp8_full", "h3_int8_full"]
+        assert list(found) == ["bf16", "fp8", "int8", "h3_fp8", "h3_int8", *full]
         assert [name for name in found if found[name]["unavailable"]] == ["fp8", "int8"]
     extra = {name: row["extra"] for name, row in variants(rows, part="block").items()}
     assert extra["bf16"]["update_error"] == 0
@@ -257,6 +258,8 @@ def test_bench_block(of_the_engine: tuple[list[dict[str, Any]], str]) -> None:
     assert extra["h3_fp8_full"]["attention"] == "PyTorch reference FP8 attention"
     assert extra["h3_int8_full"]["attention"] == "PyTorch reference INT8 attention"
     assert extra["h3_int8"]["update_error"] != extra["h3_int8_full"]["update_error"] < 0.05
+    for name in full[::2]:
+        assert extra[name] == extra[f"{name}:unfused"], "fusion changes nothing but the time"
     assert "update error" in of_the_engine[1]
 
 
@@ -266,6 +269,21 @@ def test_bench_attention(of_the_engine: tuple[list[dict[str, Any]], str]) -> Non
     error = {name: row["extra"]["error 2"] for name, row in found.items()}
     assert error["bf16, PyTorch"] < error["h3 int8"] < error["h3 fp8"] < 0.1
     assert float(found["h3 int8"]["tflop_s"]) * float(found["h3 int8"]["ms"]) * 1e9 == pytest.approx(4 * 200**2 * 256)
+
+
+def test_steps_of_bench_fused(shapes: Any, one_rank: Any) -> None:
+    """On a CPU there are only the plain kernels; the producers are compared with them by their own tests."""
+    script = importlib.import_module("bench_fused")
+    with set_current_vllm_config(one_rank):
+        for kind, count in (("fp8", 6), ("int8", 5)):
+            steps = list(script.steps(shapes.TINY, 24, kind, torch.device("cpu")))
+            assert len(steps) == count
+            assert [step.name for step in steps if step.fused is None] == ["gated residual"]
+            moved = {step.name: step.bytes for step in steps}
+            assert moved["norm, AdaLN"] == 24 * 256 * 3
+            assert moved["SwiGLU"] == 24 * 512 * 5
+            for step in steps[:4]:
+                assert step.plain() is not None
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", "1.6,nan", "inf"])
