@@ -18,7 +18,7 @@ demo: $(READY)
 	$(BIN)/vllm-h3-quant demo
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --cov --cov-report=term --durations=10
+	$(BIN)/python -m pytest -n 2 --cov --cov-report=term --durations=10
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -54,8 +54,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in Path(item.path).parents:
             item.add_marker(pytest.mark.e2e)
-            # One process makes the clips that these tests share, and no two engines compete for the cores.
-            item.add_marker(pytest.mark.xdist_group("engine"))
             if item.get_closest_marker("timeout") is None:
                 item.add_marker(pytest.mark.timeout(600))
 
