@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import Module
 
-from vllm_h3_quant.blocks.edges import Edge, obstacles
+from vllm_h3_quant.blocks.edges import GATED, PADDED, SHAPE, Edge, obstacles
 from vllm_h3_quant.kernels.rows import QuantizedRows
 from vllm_h3_quant.methods.base import H3LinearMethod
 
@@ -147,6 +147,23 @@ def test_a_hook_on_a_part_sees_what_it_saw(watched: str, build: Build, inputs: I
         block(x, **arguments)
     assert len(seen) == 2
     assert same_bytes(*seen)
+
+
+def test_what_the_kernels_do_not_serve_is_told(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = build("h3_fp8", attention="fp8")
+    outside = EVERY - {Edge.ATTENTION, Edge.OUT}
+    with monkeypatch.context() as patch:
+        patch.setattr(block.attn, "to_gate_compress", Module())
+        assert obstacles(block)[Edge.ATTENTION] == GATED
+        assert fused_edges(block) == outside
+    with monkeypatch.context() as patch:
+        patch.setattr(block.attn, "rot_dim", 64)
+        assert obstacles(block)[Edge.ATTENTION] == SHAPE
+        assert fused_edges(block) == outside
+    with monkeypatch.context() as patch:
+        patch.setattr(H3LinearMethod, "aligned", lambda self, size: size + 16)
+        assert {obstacles(block)[edge] for edge in EVERY - {Edge.ATTENTION}} == {PADDED}
+    assert fused_edges(block) == EVERY
 
 
 def test_a_skipped_step_runs_the_engines_attention(

@@ -92,11 +92,9 @@ def producers(fmt: CodeFormat, rotation: int, capability: int) -> None:
 
 def part_arguments(size: int) -> tuple[dict[str, str], dict[str, Any], int]:
     strides = ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "heads")
-    signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16") | dict.fromkeys(("tiles_ptr", "spans_ptr"), "*i32")
+    signature = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16") | {"tiles_ptr": "*i32"}
     constants = {
         "PEAKS": True,
-        "TILE": TILE,
-        "PART": scaling._PART,
         "SIZE": size,
         "FIELDS": scaling._FIELDS,
         "ROWS": sums.ROWS,
@@ -108,15 +106,13 @@ def part_arguments(size: int) -> tuple[dict[str, str], dict[str, Any], int]:
 def turn_arguments() -> tuple[dict[str, str], dict[str, Any], int]:
     names = rotary._turn_kernel.arg_names
     signature = {name: "*bf16" if name.endswith("_ptr") else "i32" for name in names if name.islower()}
-    signature |= {"tiles_ptr": "*i32", "spans_ptr": "*i32", "parts_ptr": "*fp32"}
+    signature |= {"tiles_ptr": "*i32", "parts_ptr": "*fp32"}
     constants = {
         "EPS": 1e-5,
         "HALF": 48,
         "PAIRS": 64,
         "REST": 32,
         "PEAKS": True,
-        "TILE": TILE,
-        "PART": scaling._PART,
         "SIZE": 128,
         "FIELDS": 8,
         "ROWS": sums.ROWS,

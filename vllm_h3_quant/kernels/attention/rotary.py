@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h3_quant.kernels.attention.documents import TILE, Documents
+from vllm_h3_quant.kernels.attention.documents import Documents
 from vllm_h3_quant.kernels.attention.sums import ROWS, UNROLL, store_value_sums
 from vllm_h3_quant.kernels.encode import as_bf16
 
@@ -58,7 +58,6 @@ def sum_turned(
     rotary: Rotary,
     parts: torch.Tensor,
     *,
-    part: int,
     peaks: bool,
 ) -> None:
     """Write ``rotary.rows``, and what :mod:`.scaling` sums of them and of V.
@@ -68,17 +67,16 @@ def sum_turned(
         documents: of the packed sequence.
         rotary: norm and rotation.
         parts: ``(tiles, heads, 8, D)`` fp32 sums, written.
-        part: tiles that are summed together.
         peaks: whether the largest magnitudes are wanted.
     """
     _, heads, size = q.shape
     half = rotary.table.shape[1] // 2
     _turn_kernel[(documents.tiles.shape[0], heads, 3)](
-        q, k, v, documents.tiles, documents.spans, parts,
+        q, k, v, documents.tiles, parts,
         rotary.q_weight, rotary.k_weight, rotary.table, *rotary.rows,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], heads,
         EPS=rotary.eps, HALF=half, PAIRS=triton.next_power_of_2(half), REST=triton.next_power_of_2(size - 2 * half),
-        PEAKS=peaks, TILE=TILE, PART=part, SIZE=size, FIELDS=parts.shape[2], ROWS=ROWS, UNROLL=UNROLL,
+        PEAKS=peaks, SIZE=size, FIELDS=parts.shape[2], ROWS=ROWS, UNROLL=UNROLL,
         INTERPRETED=triton.knobs.runtime.interpret, num_warps=1, maxnreg=_REGISTERS,
     )  # fmt: skip
 
@@ -89,7 +87,6 @@ def _turn_kernel(
     k_ptr,
     v_ptr,
     tiles_ptr,
-    spans_ptr,
     parts_ptr,
     q_weight_ptr,
     k_weight_ptr,
@@ -108,8 +105,6 @@ def _turn_kernel(
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
     PEAKS: tl.constexpr,
-    TILE: tl.constexpr,
-    PART: tl.constexpr,
     SIZE: tl.constexpr,
     FIELDS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -119,13 +114,9 @@ def _turn_kernel(
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     operand = tl.program_id(2)
-    document = tl.load(tiles_ptr + tile * 4)
-    offset = tile - tl.load(spans_ptr + document * 4)
-    left = tl.load(spans_ptr + document * 4 + 2) - offset * TILE
-    # As in the kernel that sums without a rotation: the first tile of each PART does all of them.
-    leads = (offset % PART == 0) & (tl.load(tiles_ptr + tile * 4 + 2) > 0)
-    count = tl.where(leads, tl.minimum(left, PART * TILE), 0)
     first = tl.load(tiles_ptr + tile * 4 + 1).to(tl.int64)
+    count = tl.load(tiles_ptr + tile * 4 + 2)
+    filled = count > 0
     part = parts_ptr + (tile.to(tl.int64) * heads + head) * FIELDS * SIZE
     turns = table_ptr + first * (2 * HALF)
     out = (first * heads + head) * SIZE
@@ -133,17 +124,17 @@ def _turn_kernel(
     if operand == 0:
         _turn(
             q_ptr + first * q_token + head * q_head, q_token, q_rows_ptr + out, q_weight_ptr, turns, count, heads,
-            part, part, part + 6 * SIZE, leads, False, EPS, HALF, PAIRS, REST, PEAKS, SIZE, INTERPRETED,
+            part, part, part + 6 * SIZE, filled, False, EPS, HALF, PAIRS, REST, PEAKS, SIZE, INTERPRETED,
         )  # fmt: skip
     elif operand == 1:
         _turn(
             k_ptr + first * k_token + head * k_head, k_token, k_rows_ptr + out, k_weight_ptr, turns, count, heads,
-            part + SIZE, part + 2 * SIZE, part + 7 * SIZE, leads, True, EPS, HALF, PAIRS, REST, PEAKS, SIZE,
+            part + SIZE, part + 2 * SIZE, part + 7 * SIZE, filled, True, EPS, HALF, PAIRS, REST, PEAKS, SIZE,
             INTERPRETED,
         )  # fmt: skip
     else:
         source = v_ptr + first * v_token + head * v_head
-        store_value_sums(source, v_token, count, part + 3 * SIZE, leads, SIZE, ROWS, UNROLL)
+        store_value_sums(source, v_token, count, part + 3 * SIZE, filled, SIZE, ROWS, UNROLL)
 
 
 @triton.jit
@@ -158,7 +149,7 @@ def _turn(
     sums,
     squares,
     peaks,
-    leads,
+    filled,
     SUMS: tl.constexpr,
     EPS: tl.constexpr,
     HALF: tl.constexpr,
@@ -230,8 +221,8 @@ def _turn(
             high_peak = tl.maximum(high_peak, tl.abs(high))
             rest_peak = tl.maximum(rest_peak, tl.abs(same))
 
-    in_pair = leads & is_pair
-    in_rest = leads & is_rest
+    in_pair = filled & is_pair
+    in_rest = filled & is_rest
     tl.store(squares + pair, tl.sum(low_square, axis=0), mask=in_pair)
     tl.store(squares + HALF + pair, tl.sum(high_square, axis=0), mask=in_pair)
     tl.store(squares + rest, tl.sum(rest_square, axis=0), mask=in_rest)

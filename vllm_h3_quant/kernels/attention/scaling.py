@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h3_quant.kernels.attention.documents import TILE, Documents
+from vllm_h3_quant.kernels.attention.documents import Documents
 from vllm_h3_quant.kernels.attention.rotary import Rotary, sum_turned
 from vllm_h3_quant.kernels.attention.sums import ROWS, UNROLL, row_sums, store_value_sums
 from vllm_h3_quant.kernels.formats import FP8, CodeFormat
@@ -36,8 +36,6 @@ TINY = 1e-30
 """Mean square below which a channel counts as zero."""
 MAX_BALANCE = 4096.0
 """Largest balance: a channel of Q alone or of K alone has nothing to be balanced with."""
-_PART = 1
-"""Tiles that one program of the first launch sums. More are 0.06 ms faster without a rotation, 0.2 slower with one."""
 _STEP = 64
 """Parts that one step of the second launch sums."""
 _FIELDS = tl.constexpr(8)
@@ -117,7 +115,7 @@ def scaling_triton(
 ) -> Scaling:
     """The scaling of packed ``(tokens, heads, head_size)`` operands.
 
-    Two launches: sums and extremes of a few tiles each, then of each document. The order of the additions
+    Two launches: sums and extremes of each tile, then of each document. The order of the additions
     does not depend on how programs run, so the result is the same each time.
 
     Args:
@@ -133,20 +131,19 @@ def scaling_triton(
     new: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     parts = torch.empty(tiles, heads, _FIELDS.value, size, **new)
     if rotary is not None:
-        sum_turned(q, k, v, documents, rotary, parts, part=_PART, peaks=by_head)
+        sum_turned(q, k, v, documents, rotary, parts, peaks=by_head)
     else:
         _part_kernel[(tiles, heads, 3)](
-            q, k, v, documents.tiles, documents.spans, parts,
+            q, k, v, documents.tiles, parts,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-            heads, PEAKS=by_head, TILE=TILE, PART=_PART, SIZE=size, FIELDS=_FIELDS, ROWS=ROWS, UNROLL=UNROLL,
-            num_warps=1,
+            heads, PEAKS=by_head, SIZE=size, FIELDS=_FIELDS, ROWS=ROWS, UNROLL=UNROLL, num_warps=1,
         )  # fmt: skip
     by_channel = torch.empty(5, count, heads, size, **new)
     divisors = torch.empty(2, count, heads if by_head else 0, **new)
     _document_kernel[(count, heads)](
         parts, documents.spans, *by_channel.unbind(0), *divisors.unbind(0),
         heads, v_format.max, FP8.max, AMAX_MIN, TINY, MAX_BALANCE,
-        PEAKS=by_head, PART=_PART, STEP=_STEP, SIZE=size, FIELDS=_FIELDS, num_warps=8,
+        PEAKS=by_head, STEP=_STEP, SIZE=size, FIELDS=_FIELDS, num_warps=8,
     )  # fmt: skip
     return Scaling(*by_channel.unbind(0), *divisors.unbind(0))
 
@@ -157,7 +154,6 @@ def _part_kernel(
     k_ptr,
     v_ptr,
     tiles_ptr,
-    spans_ptr,
     parts_ptr,
     q_token,
     q_head,
@@ -167,8 +163,6 @@ def _part_kernel(
     v_head,
     heads,
     PEAKS: tl.constexpr,
-    TILE: tl.constexpr,
-    PART: tl.constexpr,
     SIZE: tl.constexpr,
     FIELDS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -177,32 +171,28 @@ def _part_kernel(
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     operand = tl.program_id(2)
-    document = tl.load(tiles_ptr + tile * 4)
-    offset = tile - tl.load(spans_ptr + document * 4)
-    left = tl.load(spans_ptr + document * 4 + 2) - offset * TILE
-    # The first tile of each PART sums for all of them; the others, and spare tiles, have nothing to do.
-    leads = (offset % PART == 0) & (tl.load(tiles_ptr + tile * 4 + 2) > 0)
-    count = tl.where(leads, tl.minimum(left, PART * TILE), 0)
     first = tl.load(tiles_ptr + tile * 4 + 1).to(tl.int64)
+    count = tl.load(tiles_ptr + tile * 4 + 2)
+    filled = count > 0
     channel = tl.arange(0, SIZE)
     fields = parts_ptr + (tile.to(tl.int64) * heads + head) * FIELDS * SIZE
     part = fields + channel
     if operand == 0:
         source = q_ptr + first * q_token + head * q_head + channel
         _, square, _, peak = row_sums(source, q_token, count, False, PEAKS, SIZE, ROWS, UNROLL)
-        tl.store(part, tl.sum(square, axis=0), mask=leads)
+        tl.store(part, tl.sum(square, axis=0), mask=filled)
         if PEAKS:
-            tl.store(part + 6 * SIZE, tl.max(peak, axis=0), mask=leads)
+            tl.store(part + 6 * SIZE, tl.max(peak, axis=0), mask=filled)
     elif operand == 1:
         source = k_ptr + first * k_token + head * k_head + channel
         total, square, _, peak = row_sums(source, k_token, count, False, PEAKS, SIZE, ROWS, UNROLL)
-        tl.store(part + SIZE, tl.sum(total, axis=0), mask=leads)
-        tl.store(part + 2 * SIZE, tl.sum(square, axis=0), mask=leads)
+        tl.store(part + SIZE, tl.sum(total, axis=0), mask=filled)
+        tl.store(part + 2 * SIZE, tl.sum(square, axis=0), mask=filled)
         if PEAKS:
-            tl.store(part + 7 * SIZE, tl.max(peak, axis=0), mask=leads)
+            tl.store(part + 7 * SIZE, tl.max(peak, axis=0), mask=filled)
     else:
         values = v_ptr + first * v_token + head * v_head
-        store_value_sums(values, v_token, count, fields + 3 * SIZE, leads, SIZE, ROWS, UNROLL)
+        store_value_sums(values, v_token, count, fields + 3 * SIZE, filled, SIZE, ROWS, UNROLL)
 
 
 @triton.jit
@@ -223,7 +213,6 @@ def _document_kernel(
     tiny,
     max_balance,
     PEAKS: tl.constexpr,
-    PART: tl.constexpr,
     STEP: tl.constexpr,
     SIZE: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -242,8 +231,8 @@ def _document_kernel(
     v_high = tl.full([SIZE], float("-inf"), tl.float32)
     q_peak = tl.zeros([SIZE], tl.float32)
     k_peak = tl.zeros([SIZE], tl.float32)
-    for start in range(0, tiles, STEP * PART):
-        tile = (start + tl.arange(0, STEP) * PART)[:, None]
+    for start in range(0, tiles, STEP):
+        tile = (start + tl.arange(0, STEP))[:, None]
         kept = tile < tiles
         part = parts_ptr + ((first + tile).to(tl.int64) * heads + head) * FIELDS * SIZE + channel
         q_square += tl.sum(tl.load(part, mask=kept, other=0.0), axis=0)
