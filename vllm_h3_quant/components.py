@@ -41,6 +41,12 @@ class H3ComponentConfig(ComponentQuantizationConfig):
     def get_min_capability(self) -> int:
         return max((config.get_min_capability() for config in self.configs()), default=0)
 
+    @property
+    def is_checkpoint_quantized(self) -> bool:
+        """Read by vLLM-Omni: whether every quantized component's weights are stored as codes."""
+        found = [getattr(config, "is_checkpoint_quantized", False) for config in self.configs()]
+        return bool(found) and all(found)
+
     def maybe_update_config(self, model_name: str, *args: Any, **kwargs: Any) -> None:
         """Called by vLLM-Omni right before it builds the model in a worker."""
         load_session.prepare(config for config in self.configs() if isinstance(config, H3QuantConfig))

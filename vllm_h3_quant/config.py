@@ -52,6 +52,10 @@ class H3QuantOptions(BaseModel):
         attention_token_refiner: whether the token refiner's attention is replaced too.
         fuse: whether the DiT's blocks write activations as codes where they are produced. The result is the same
             to the last bit.
+        verify: whether every tensor's bytes are compared with the checkpoint's manifest while it is loaded.
+        allow_unverified_curve: whether a pruned checkpoint is served whose curve nobody compared with the full
+            weights.
+        checkpoint: ``vllm-h3-quant`` in the configuration of an exported model: the checkpoint holds the codes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
@@ -65,6 +69,9 @@ class H3QuantOptions(BaseModel):
     attention_skip_steps: str = ""
     attention_token_refiner: bool = False
     fuse: bool = True
+    verify: bool = False
+    allow_unverified_curve: bool = False
+    checkpoint: Literal["", "vllm-h3-quant"] = ""
 
     @field_validator("ignored_layers", mode="before")
     @classmethod

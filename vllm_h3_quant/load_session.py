@@ -10,17 +10,17 @@ import torch
 from torch.nn import Module
 from vllm.model_executor.layers.linear import LinearBase
 
-from vllm_h3_quant import report
+from vllm_h3_quant import intake, report
 from vllm_h3_quant.attention import layers as attention
 from vllm_h3_quant.blocks.edges import wants_fusion
 from vllm_h3_quant.blocks.forward import forward
-from vllm_h3_quant.errors import H3QuantError, nearest
+from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.log import get_logger
 from vllm_h3_quant.methods.base import H3LinearMethod
 from vllm_h3_quant.methods.lora import refuse_merging_backend
-from vllm_h3_quant.methods.scope import TEXT_ENCODER, TRANSFORMER, matches, parents
+from vllm_h3_quant.methods.scope import TEXT_ENCODER, TRANSFORMER, without_match
 from vllm_h3_quant.survey import survey
-from vllm_h3_quant.upstream import dit_block
+from vllm_h3_quant.upstream import dit_block, weight_source
 from vllm_h3_quant.upstream.attention import Decision
 from vllm_h3_quant.upstream.attention import install as install_attention
 from vllm_h3_quant.upstream.lora import keep_on_device
@@ -49,6 +49,7 @@ def prepare(configs: Iterable[AskedConfig]) -> None:
     around_load_weights(partial(before_load, asked), partial(after_load, asked))
     if asked:
         install()
+        weight_source.install(intake.claim)
         keep_on_device(lambda pipeline: bool(_quantized(pipeline)))
 
 
@@ -66,13 +67,15 @@ def decide_attention(layer: Any, od_config: Any) -> Decision | None:
     return decision
 
 
-def before_load(configs: Sequence[AskedConfig], od_config: Any, model: Module) -> None:
+def before_load(configs: Sequence[AskedConfig], loader: Any, model: Module) -> None:
     """Refuse what cannot work now that the model is known and no weight has been read.
 
     Raises:
         H3QuantError: a LoRA backend that merges with a method of ours, a configuration that reached no linear
-            or no attention layer, or an ``ignored_layers`` entry or a selected block that matches none.
+            or no attention layer, an ``ignored_layers`` entry or a selected block that matches none, or a checkpoint
+            that cannot be loaded.
     """
+    od_config = loader.od_config
     if not _holds_ours(od_config):
         configs = []  # an engine before this one left them behind in this process
     if configs and _quantized(getattr(model, TRANSFORMER, model)):
@@ -82,12 +85,15 @@ def before_load(configs: Sequence[AskedConfig], od_config: Any, model: Module) -
             _check_reached(config)
             _check_entries(config)
     attention.check(od_config, model)
+    intake.take_in(loader, model)
     for layer in _quantized(model):
         layer.quant_method.watch_bias(layer)
 
 
-def after_load(configs: Sequence[AskedConfig], od_config: Any, model: Module) -> None:
+def after_load(configs: Sequence[AskedConfig], loader: Any, model: Module) -> None:
     """Refuse a layer that is not complete, let HSDP shard the DiT's; log and write what was loaded."""
+    od_config = loader.od_config
+    checkpoints = intake.finish()
     for layer in _quantized(model):
         layer.quant_method.process_weights_after_loading(layer)
     if od_config.parallel_config.use_hsdp:
@@ -96,7 +102,7 @@ def after_load(configs: Sequence[AskedConfig], od_config: Any, model: Module) ->
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     names = sorted({config.get_name() for config in configs}) if _holds_ours(od_config) else []
-    loaded = survey(model, "+".join(names) or None)
+    loaded = survey(model, "+".join(names) or None, checkpoints)
     for line in report.lines(loaded):
         logger.info("%s", line)
     report.write_if_asked(loaded)
@@ -128,14 +134,4 @@ def _check_reached(config: AskedConfig) -> None:
 def _check_entries(config: AskedConfig) -> None:
     for entry in config.ignored_layers:
         if entry not in config.matched:
-            close = _nearest_entry(entry, config.seen)
-            hint = f"did you mean {close!r}?" if close else f"a name is for example {config.seen[0]!r}"
-            raise H3QuantError(f"{config.where}: ignored_layers entry {entry!r} matches no linear; {hint}")
-
-
-def _nearest_entry(entry: str, seen: Sequence[str]) -> str | None:
-    # The DiT's names have no component in front, which is the likeliest slip.
-    bare = entry.removeprefix(f"{TRANSFORMER}.")
-    if any(matches(name, bare) for name in seen):
-        return bare
-    return nearest(entry, dict.fromkeys(parent for name in seen for parent in parents(name)))
+            raise H3QuantError(f"{config.where}: {without_match(entry, config.seen)}")

@@ -19,8 +19,17 @@ from vllm_h3_quant.methods.base import H3LinearMethod
 from vllm_h3_quant.methods.device import backend_for
 from vllm_h3_quant.methods.fp8 import H3Fp8LinearMethod
 from vllm_h3_quant.methods.int8 import H3Int8LinearMethod
-from vllm_h3_quant.methods.scope import matches, role_of
-from vllm_h3_quant.upstream import attention, dit_block, factory, lora, model_loader, preflight
+from vllm_h3_quant.methods.scope import matches, quantizes, role_of
+from vllm_h3_quant.upstream import (
+    attention,
+    curve,
+    dit_block,
+    factory,
+    lora,
+    model_loader,
+    preflight,
+    weight_source,
+)
 
 logger = get_logger(__name__)
 
@@ -60,6 +69,11 @@ class H3QuantConfig(QuantizationConfig):
         """The entries of ``ignored_layers``, a new list each time."""
         return list(self.options.ignored_layers)
 
+    @property
+    def is_checkpoint_quantized(self) -> bool:
+        """Read by vLLM-Omni: whether weights are stored as codes, so that offloaded ones need not visit the GPU."""
+        return bool(self.options.checkpoint)
+
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return [torch.bfloat16]
 
@@ -87,16 +101,14 @@ class H3QuantConfig(QuantizationConfig):
         """
         if not isinstance(layer, LinearBase):
             return None
-        role = role_of(prefix)
-        if role is None:
+        if role_of(prefix) is None:
             raise H3QuantError(
                 f"{self.where}: {self.get_name()} serves MiniMax-H3 only and does not know the linear {prefix!r};"
                 " use the engine's own fp8 or int8 for other models"
             )
         self.seen.append(prefix)
-        ignored_by = {entry for entry in self.options.ignored_layers if matches(prefix, entry)}
-        self.matched |= ignored_by
-        if ignored_by or not role.quantized or (role.adaln and self.options.adaln == "keep"):
+        self.matched |= {entry for entry in self.options.ignored_layers if matches(prefix, entry)}
+        if not quantizes(self.options, prefix):
             return UnquantizedLinearMethod()
         return LINEAR_METHODS[self.options.method](self.options, prefix)
 
@@ -122,7 +134,7 @@ def build(method: str, options: Mapping[str, Any] | None = None, *, where: str) 
 @cache
 def check_upstream() -> None:
     """Refuse, once a process, to work with a vLLM-Omni whose patched symbols have moved."""
-    modules = (factory, model_loader, lora, attention, dit_block)
+    modules = (factory, model_loader, weight_source, lora, attention, dit_block, curve)
     preflight.require(symbol for module in modules for symbol in module.SYMBOLS)
 
 

@@ -57,6 +57,7 @@ class ComponentReport(BaseModel):
         weight_bytes: bytes of all linears' parameters: weights, scales and biases.
         attention: its attention layers.
         fusion: edges of its DiT blocks.
+        checkpoint: what it was loaded from and how; empty where the engine loaded it by itself.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -67,6 +68,7 @@ class ComponentReport(BaseModel):
     weight_bytes: int
     attention: AttentionReport = AttentionReport()
     fusion: EdgeReport = EdgeReport()
+    checkpoint: str = ""
 
 
 class LoadReport(BaseModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.nn import Module
@@ -17,15 +17,24 @@ from vllm_h3_quant.upstream import dit_block
 from vllm_h3_quant.upstream.attention import decision_of, layers
 
 
-def survey(model: Module, method: str | None) -> LoadReport:
-    """Count the linears and attention layers of ``model`` by its direct children."""
+def survey(model: Module, method: str | None, checkpoints: Mapping[str, str] | None = None) -> LoadReport:
+    """Count the linears and attention layers of ``model`` by its direct children.
+
+    Args:
+        model: the pipeline.
+        method: what was asked for.
+        checkpoints: what each component was loaded from, in words.
+    """
     linears = _by_component((name, m) for name, m in model.named_modules() if isinstance(m, LinearBase))
     attention = _by_component(layers(model))
     blocks = _by_component(dit_block.blocks(model))
     return LoadReport(
         method=method,
         components={
-            name: _component(found, attention.get(name, []), blocks.get(name, [])) for name, found in linears.items()
+            name: _component(found, attention.get(name, []), blocks.get(name, [])).model_copy(
+                update={"checkpoint": (checkpoints or {}).get(name, "")}
+            )
+            for name, found in linears.items()
         },
     )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_process import Generated, generate
+from engine_process import Generated, generate, run
 
 HERE = Path(__file__).parent
 
@@ -49,6 +49,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "replaced_int8": {"arguments": {"quantization": "int8"}, "env": {"VLLM_H3_QUANT_REPLACE": "fp8,int8"}},
 }
 
+EXPORTS = (FP8, INT8, "h3_int8_full")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
@@ -62,3 +64,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def clips(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Generated]:
     """One clip for each of :data:`RUNS`, each from an engine of its own."""
     return generate(tiny_h3, tmp_path_factory.mktemp("clips"), RUNS, timeout=500)
+
+
+@pytest.fixture(scope="session")
+def exports(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The tiny model as the command exports it, by method."""
+    folder = tmp_path_factory.mktemp("exports")
+    for method in EXPORTS:
+        run(["vllm-h3-quant", "export", str(tiny_h3), str(folder / method), "--method", method])
+    return {method: folder / method for method in EXPORTS}

@@ -1,8 +1,8 @@
 """Load the tiny model on some ranks and save each rank's quantized linears.
 
-    python dump_shards.py MODEL OUT_DIR RANKS '[{"method": "h3_fp8"}, ...]'
+    python dump_shards.py OUT_DIR RANKS '{"name": {"model": ROOT, "config": {"method": "h3_fp8"}}, ...}'
 
-Writes ``OUT_DIR/METHOD.rankR.safetensors``. The text encoder is sharded like the DiT.
+Writes ``OUT_DIR/NAME.rankR.safetensors``. The text encoder is sharded like the DiT.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from vllm_h3_quant.methods.base import H3LinearMethod
 from vllm_h3_quant.testing.engine import free_port, load_pipeline, process_groups
 
 
-def dump(rank: int, model: str, out: str, ranks: int, port: int, configs: str) -> None:
+def dump(rank: int, out: str, ranks: int, port: int, loads: str) -> None:
     from vllm_omni.diffusion.data import DiffusionParallelConfig
 
     parallel = DiffusionParallelConfig(tensor_parallel_size=ranks, text_encoder_tp_size=ranks)
     with process_groups(rank=rank, tensor_parallel=ranks, port=port):
-        for config in json.loads(configs):
-            pipeline = load_pipeline(Path(model), config, rank=rank, parallel_config=parallel, num_gpus=ranks)
-            save_file(shards(pipeline), str(Path(out) / f"{config['method']}.rank{rank}.safetensors"))
+        for name, load in json.loads(loads).items():
+            root, config = Path(load["model"]), load["config"]
+            pipeline = load_pipeline(root, config, rank=rank, parallel_config=parallel, num_gpus=ranks)
+            save_file(shards(pipeline), str(Path(out) / f"{name}.rank{rank}.safetensors"))
 
 
 def shards(pipeline: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -40,8 +41,8 @@ def shards(pipeline: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def main(model: str, out: str, ranks: str, configs: str) -> None:
-    torch.multiprocessing.spawn(dump, (model, out, int(ranks), free_port(), configs), nprocs=int(ranks))
+def main(out: str, ranks: str, loads: str) -> None:
+    torch.multiprocessing.spawn(dump, (out, int(ranks), free_port(), loads), nprocs=int(ranks))
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
     python generate.py MODEL OUT_DIR '{"name": {"arguments": {"quantization": "h3_fp8"}, ...}, ...}'
 
 A run has ``arguments`` (of ``Omni``), ``env`` (variables for it), ``debug`` (loggers that also print their
-debug lines) and one of ``requests`` (how often the same request is made), ``loras`` (for each request the path
-and scale of its LoRA, or null) and ``calls`` (for each the prompts given at once and their LoRA); it leaves
+debug lines), ``model`` (another checkpoint than MODEL) and one of ``requests`` (how often the same request is
+made), ``loras`` (for each request the path and scale of its LoRA, or null) and ``calls`` (for each the prompts
+given at once and their LoRA); it leaves
 ``OUT_DIR/NAME.npz`` and ``OUT_DIR/NAME.json``, the load report.
 """
 
@@ -37,7 +38,8 @@ def main(model: str, out: str, runs: str) -> None:
         for logger in map(logging.getLogger, run.get("debug", [])):
             logger.setLevel(logging.DEBUG)
             logger.addHandler(logging.StreamHandler(sys.stdout))
-        omni = Omni(model=model, trust_remote_code=True, task_type="t2va", **{"enforce_eager": True, **arguments})
+        options = {"trust_remote_code": True, "task_type": "t2va", "enforce_eager": True, **arguments}
+        omni = Omni(model=run.get("model", model), **options)
         assert arguments == before, "the caller's configuration was changed"
         saved: dict[str, Any] = {}
         loras = run.get("loras", [None] * run.get("requests", 1))

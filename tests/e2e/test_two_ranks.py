@@ -20,9 +20,11 @@ METHODS = pytest.mark.parametrize("method", list(CONFIGS))
 
 
 @pytest.fixture(scope="module")
-def dumped(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dumped(tiny_h3: Path, exports: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
-    script("dump_shards.py", str(tiny_h3), str(folder), "2", json.dumps(list(CONFIGS.values())))
+    loads = {method: {"model": str(tiny_h3), "config": config} for method, config in CONFIGS.items()}
+    loads["export"] = {"model": str(exports["h3_fp8"]), "config": None}
+    script("dump_shards.py", str(folder), "2", json.dumps(loads))
     return folder
 
 
@@ -49,18 +51,38 @@ def test_shards_are_slices_of_the_single_rank(dumped: Path, load_pipeline: Calla
     assert row_parallel == 2 * (2 * 3 + 2 * 2 + 2 * 2)
 
 
+def test_ranks_take_their_shards_of_an_export(dumped: Path) -> None:
+    for rank in (0, 1):
+        online, export = (load_file(dumped / f"{name}.rank{rank}.safetensors") for name in ("h3_fp8", "export"))
+        assert export.keys() == online.keys()
+        for name, tensor in online.items():
+            assert torch.equal(export[name], tensor), f"{name} of rank {rank}"
+
+
 # Without step_execution the engine's worker hangs on a machine without an accelerator.
 RANKS = {"num_gpus": 2, "step_execution": True}
 HSDP = {"use_hsdp": True, "hsdp_shard_size": 2, **RANKS}
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Generated]:
+def two_ranks(
+    tiny_h3: Path, exports: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Generated]:
     runs = {
         method: {"arguments": {"quantization_config": config, "tensor_parallel_size": 2, **RANKS}}
         for method, config in CONFIGS.items()
     }
     runs["ulysses"] = {"arguments": {"quantization_config": "h3_int8_full", "ulysses_degree": 2, **RANKS}}
+    runs["allgather"] = {
+        "model": str(exports["h3_int8_full"]),
+        "arguments": {
+            "ulysses_degree": 2,
+            "enable_distributed_layerwise_offload": True,
+            "dlo_use_allgather": True,
+            "pin_cpu_memory": False,
+            **RANKS,
+        },
+    }
     return generate(tiny_h3, tmp_path_factory.mktemp("two"), runs, timeout=500)
 
 
@@ -85,6 +107,13 @@ def test_attention_behind_ulysses_is_that_of_one_rank(
     assert "8-bit attention leaves calls" not in two.log
     # Products of half the rows may round otherwise, which is less than what quantization does.
     assert two.psnr(one) > one.psnr(clips["bf16"])
+
+
+def test_an_export_may_be_gathered(two_ranks: dict[str, Generated]) -> None:
+    """Distributed offload keeps half of each block's codes on a rank and gathers them: not of online methods."""
+    assert "AllGather" in two_ranks["allgather"].log
+    for name, array in two_ranks["ulysses"].arrays.items():
+        assert np.array_equal(two_ranks["allgather"].arrays[name], array), name
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_h3_quant.kernels.hadamard import hadamard_reference, largest_group
+from vllm_h3_quant.kernels.hadamard import hadamard_reference, largest_group, undo_hadamard
 
 
 def matrix(order: int) -> torch.Tensor:
@@ -67,3 +67,18 @@ def test_largest_group(size: int, limit: int, group: int) -> None:
 def test_refuses_a_group_that_does_not_fit(group: int) -> None:
     with pytest.raises(ValueError, match=f"group {group} "):
         hadamard_reference(torch.ones(1, 48), group)
+
+
+@pytest.mark.parametrize("group", [2**i for i in range(1, 10)])
+def test_undo_is_the_inverse(group: int) -> None:
+    """Two butterflies of log2(g) additions of values up to g, then up to g^2, times the largest; divided by g."""
+    x = torch.randn(5, 3 * group, generator=torch.Generator().manual_seed(group))
+    bound = 2 * group.bit_length() * 2**-24 * group * x.abs().max()
+    back = undo_hadamard(hadamard_reference(x, group) * group**-0.5, group)
+    assert back.shape == x.shape
+    assert (back - x).abs().max() <= bound
+
+
+def test_undo_refuses_a_group_that_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="group 32 "):
+        undo_hadamard(torch.ones(1, 48), 32)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import typer
 
+from vllm_h3_quant.cli.check import check
 from vllm_h3_quant.cli.demo import demo
+from vllm_h3_quant.cli.export import export
 
 app = typer.Typer(
     name="vllm-h3-quant",
@@ -20,6 +22,8 @@ def root() -> None:
 
 
 app.command()(demo)
+app.command()(check)
+app.command()(export)
 
 
 if __name__ == "__main__":

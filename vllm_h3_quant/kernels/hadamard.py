@@ -62,6 +62,20 @@ def hadamard_reference(x: torch.Tensor, group: int) -> torch.Tensor:
     return y.reshape(x.shape)
 
 
+def undo_hadamard(y: torch.Tensor, group: int) -> torch.Tensor:
+    """``x`` of ``y = x H P / sqrt(group)``; fp32.
+
+    Raises:
+        ValueError: ``group`` does not fit.
+    """
+    check_group(group, y.shape[-1])
+    inner, outer = factors(group)
+    x = y.float()
+    if outer > 1:
+        x = _butterfly_reference(x.reshape(-1, inner, outer)).transpose(1, 2)
+    return _butterfly_reference(x.reshape(-1, inner)).reshape(y.shape) * group**-0.5
+
+
 def _butterfly_reference(x: torch.Tensor) -> torch.Tensor:
     """``x H`` over the whole last dimension."""
     size = x.shape[-1]

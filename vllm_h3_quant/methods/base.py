@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch.nn import Parameter
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_h3_quant.config import H3QuantOptions
@@ -34,13 +34,14 @@ from vllm_h3_quant.methods.arrival import Arrival
 from vllm_h3_quant.methods.device import backend_for
 from vllm_h3_quant.methods.lora import codes_parameter
 from vllm_h3_quant.methods.sharding import operands_by_rows, store_by_rows
+from vllm_h3_quant.methods.source import WeightSource
 from vllm_h3_quant.methods.storage import keep_dtypes
 
 
 class H3LinearMethod(LinearMethodBase):
     """Online 8-bit linear: weight codes per output channel, activation codes per token.
 
-    One instance serves one layer.
+    One instance serves one layer. Weights start on the meta device.
 
     Args:
         options: the component's configuration.
@@ -49,9 +50,7 @@ class H3LinearMethod(LinearMethodBase):
 
     fmt: ClassVar[CodeFormat]
 
-    # Read by vLLM-Omni's loader: weights start on meta, and a layer may go back to the host once
-    # it is quantized.
-    uses_meta_device: ClassVar[bool] = True
+    # Read by vLLM-Omni's loader: a layer may go back to the host once it is quantized.
     supports_offload_after_quant: ClassVar[bool] = True
 
     def __init__(self, options: H3QuantOptions, name: str) -> None:
@@ -60,6 +59,8 @@ class H3LinearMethod(LinearMethodBase):
         self.backend: Backend = backend_for(options.method)
         self.rotation = 0
         self.by_rows = False
+        # Read by vLLM-Omni's loader, which takes it for quantization at load time.
+        self.uses_meta_device = not options.checkpoint
         self._offload_after_quant = False
         self._shared_divisors: torch.Tensor | None = None
 
@@ -83,6 +84,14 @@ class H3LinearMethod(LinearMethodBase):
     ) -> None:
         """Register ``weight`` as ``(N, K)`` on the meta device and watch its tensors arrive."""
         outputs = sum(output_partition_sizes)
+        self._created = (
+            input_size_per_partition,
+            output_partition_sizes,
+            input_size,
+            output_size,
+            params_dtype,
+            extra_weight_attrs,
+        )
         layer.logical_widths = output_partition_sizes
         layer.input_size_per_partition = input_size_per_partition
         layer.output_size_per_partition = outputs
@@ -104,6 +113,31 @@ class H3LinearMethod(LinearMethodBase):
         if getattr(layer, "bias", None) is not None:
             self.backend = backend_for(self.options.method, biased=True)
             self.arrival.watch("bias")
+
+    def take_from(self, layer: LinearBase, source: WeightSource) -> bool:
+        """Read the weight from ``source`` instead of from what the engine hands over.
+
+        Returns:
+            Whether its codes are used as they are. Otherwise its values are, and are quantized.
+        """
+        kept = source.has_codes(self.fmt) and (
+            source.rotation == self.rotation
+            or (source.rotation > 0 and layer.input_size_per_partition % source.rotation == 0)
+        )
+        if kept:
+            self.rotation = source.rotation
+        self.arrival.take_from(source, self.fmt, self._quantize_values, as_it_is=kept)
+        return kept
+
+    def _quantize_values(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantize_rows(values, self.fmt, rotation=self.rotation)
+
+    def withdraw(self, layer: LinearBase) -> None:
+        """Leave the linear to the engine, unquantized. Call before any of its tensors has arrived."""
+        *sizes, attributes = self._created
+        layer.quant_method = UnquantizedLinearMethod()
+        with self.arrival.device:
+            layer.quant_method.create_weights(layer, *sizes, **attributes)
 
     def see_tensor(self, layer: LinearBase, param_name: str, loaded: torch.Tensor) -> None:
         """Take the scales of a row-parallel weight from all of it, before this rank's columns are cut out.
@@ -131,7 +165,12 @@ class H3LinearMethod(LinearMethodBase):
             return
         if not self.arrival.complete:
             raise H3QuantError(f"{self.name}: the checkpoint is incomplete, {self.arrival.describe()}")
-        codes, scale = self.quantize_weight(layer.weight.data)
+        if self.arrival.scale is not None:
+            self._refuse_broken(self.arrival.scale.data)
+            codes, scale = self._pad(layer.weight.data, self.arrival.scale.data)
+            self.arrival.scale = None
+        else:
+            codes, scale = self.quantize_weight(layer.weight.data)
         layer.register_parameter("weight", codes_parameter(codes.t(), self.name))
         layer.register_parameter("weight_scale", Parameter(scale.t(), requires_grad=False))
         layer._already_called_process_weights_after_loading = True
@@ -157,19 +196,33 @@ class H3LinearMethod(LinearMethodBase):
 
     def quantize_weight(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``(N', K')`` codes and ``(N', 1)`` scales of a ``(N, K)`` weight."""
-        outputs, inputs = weight.shape
         codes, scale = quantize_rows(
-            weight, self.fmt, rotation=self.rotation, divisor=self._shared_divisors, padded=self.aligned(inputs)
+            weight,
+            self.fmt,
+            rotation=self.rotation,
+            divisor=self._shared_divisors,
+            padded=self.aligned(weight.shape[1]),
         )
         self._shared_divisors = None
+        self._refuse_broken(scale)
+        return self._pad(codes, scale)
+
+    def _refuse_broken(self, scale: torch.Tensor) -> None:
         broken = ~(scale < largest_scale(self.fmt, self.rotation))
         if broken.any():
             row = int(broken.nonzero()[0, 0])
             raise H3QuantError(f"{self.name}: the weights of output {row} are not finite in the checkpoint")
-        spare = self.aligned(outputs) - outputs
-        if spare:
-            codes = torch.cat((codes, codes.new_zeros(spare, codes.shape[1])))
-            scale = F.pad(scale, (0, 0, 0, spare), value=1.0)
+
+    def _pad(self, codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(N', K')`` codes and ``(N', 1)`` scales; those given where they need no padding."""
+        outputs, inputs = codes.shape
+        rows, columns = self.aligned(outputs) - outputs, self.aligned(inputs) - inputs
+        if rows or columns:
+            padded = codes.new_zeros(outputs + rows, inputs + columns)
+            padded[:outputs, :inputs] = codes
+            codes = padded
+        if rows:
+            scale = F.pad(scale, (0, 0, 0, rows), value=1.0)
         return codes, scale
 
     @property

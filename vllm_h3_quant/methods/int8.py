@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from vllm_h3_quant.kernels.formats import INT8
-from vllm_h3_quant.kernels.hadamard import largest_group
 from vllm_h3_quant.log import get_logger
 from vllm_h3_quant.methods.base import H3LinearMethod
+from vllm_h3_quant.methods.rotation import rotation_for
 
 logger = get_logger(__name__)
 
@@ -19,9 +19,7 @@ class H3Int8LinearMethod(H3LinearMethod):
 
     def choose_rotation(self, input_size: int) -> int:
         wanted = self.options.rotation
-        if not wanted:
-            return 0
-        group = largest_group(input_size, wanted)
+        group = rotation_for(self.options, input_size)
         if group != wanted:
             found = f"groups of {group}" if group else "no rotation"
             logger.info_once("rotation=%d does not divide %d inputs: %s there", wanted, input_size, found)

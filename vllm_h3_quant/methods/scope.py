@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from vllm_h3_quant.config import H3QuantOptions
+from vllm_h3_quant.errors import nearest
 
 TRANSFORMER = "transformer"
 TEXT_ENCODER = "text_encoder"
@@ -94,3 +98,26 @@ def parents(name: str) -> list[str]:
 def matches(name: str, entry: str) -> bool:
     """Whether ``entry`` is ``name``, a dotted parent of it, or a pattern over either."""
     return any(fnmatch.fnmatchcase(candidate, entry) for candidate in parents(name))
+
+
+def quantizes(options: H3QuantOptions, name: str) -> bool:
+    """Whether ``options`` make codes of the linear ``name``; False for a name of no role."""
+    role = role_of(name)
+    if role is None or not role.quantized or (role.adaln and options.adaln == "keep"):
+        return False
+    return not any(matches(name, entry) for entry in options.ignored_layers)
+
+
+def without_match(entry: str, names: Sequence[str]) -> str:
+    """Why an entry of ``ignored_layers`` is wrong that matches none of ``names``, with the nearest that would."""
+    close = _nearest_entry(entry, names)
+    hint = f"did you mean {close!r}?" if close else f"a name is for example {names[0]!r}"
+    return f"ignored_layers entry {entry!r} matches no linear; {hint}"
+
+
+def _nearest_entry(entry: str, names: Sequence[str]) -> str | None:
+    # The DiT's names have no component in front, which is the likeliest slip.
+    bare = entry.removeprefix(f"{TRANSFORMER}.")
+    if any(matches(name, bare) for name in names):
+        return bare
+    return nearest(entry, dict.fromkeys(parent for name in names for parent in parents(name)))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+_OFFLOADS = ("cpu", "layerwise", "distributed_layerwise")
 
 
 def free_port() -> int:
@@ -57,13 +59,23 @@ def process_groups(
             destroy_distributed_env()
 
 
-def load_pipeline(model: Path, quantization_config: Any, *, rank: int = 0, **more: Any) -> Any:
-    """Load a MiniMax-H3 pipeline as a worker does. Call inside :func:`process_groups`.
+def load_pipeline(
+    model: Path,
+    quantization_config: Any,
+    *,
+    rank: int = 0,
+    watch: Callable[[Any], None] | None = None,
+    **more: Any,
+) -> Any:
+    """Load a MiniMax-H3 pipeline as a worker does, to the host where an offload is asked for.
+
+    Call inside :func:`process_groups`. What the engine does for an offload after the load is not done.
 
     Args:
         model: repository root.
         quantization_config: anything that ``Omni(quantization_config=...)`` takes.
         rank: this process's rank, which is also its device.
+        watch: called with the engine's loader before it loads, to read its clock afterwards.
         more: further fields of ``OmniDiffusionConfig``.
     """
     from vllm.config import LoadConfig, set_current_vllm_config
@@ -89,4 +101,7 @@ def load_pipeline(model: Path, quantization_config: Any, *, rank: int = 0, **mor
         set_current_vllm_config(vllm_config),
     ):
         loader = DiffusersPipelineLoader(LoadConfig(), od_config=od_config)
-        return loader.load_model(load_device=str(device), load_format="default", device=device)
+        if watch is not None:
+            watch(loader)
+        to_host = any(getattr(od_config, f"enable_{kind}_offload", False) for kind in _OFFLOADS)
+        return loader.load_model(load_device="cpu" if to_host else str(device), load_format="default", device=device)

@@ -3,7 +3,7 @@
 Why: between the construction of a pipeline and the first tensor there is no public hook, and that is
 the moment when a wrong layer name can be reported and biases can be watched.
 Symbol: ``vllm_omni.diffusion.model_loader.diffusers_loader.DiffusersPipelineLoader.load_weights(self,
-model, *, ...)``, vLLM-Omni 0.30.0; ``self.od_config`` is read. Every path of ``load_model`` that reads
+model, *, ...)``, vLLM-Omni 0.30.0. Every path of ``load_model`` that reads
 weights goes through it, except the mapped plan, which the loader does not take for online methods.
 When it moves: check that the model is complete before the call and quantized after it.
 """
@@ -32,7 +32,7 @@ _ORIGINAL = "_h3_quant_original"
 
 
 def around_load_weights(before: Hook, after: Hook) -> None:
-    """Call ``before(od_config, model)`` and ``after(od_config, model)`` around each load of weights.
+    """Call ``before(loader, model)`` and ``after(loader, model)`` around each load of weights.
 
     A second call replaces the hooks of the first.
     """
@@ -42,9 +42,9 @@ def around_load_weights(before: Hook, after: Hook) -> None:
 
     @functools.wraps(original)
     def load_weights(self: Any, model: Module, *args: Any, **kwargs: Any) -> Any:
-        before(self.od_config, model)
+        before(self, model)
         result = original(self, model, *args, **kwargs)
-        after(self.od_config, model)
+        after(self, model)
         return result
 
     setattr(load_weights, _ORIGINAL, original)

@@ -64,7 +64,7 @@ def transformer_state(spec: TinyH3, random: RandomTensors) -> dict[str, torch.Te
     hidden = spec.hidden
     patch = VIDEO_LATENT_CHANNELS * _PATCH_SIZE[0] * _PATCH_SIZE[1] * _PATCH_SIZE[2]
     exponents = torch.arange(_ROPE_FREQUENCIES, dtype=_FP32) / _ROPE_FREQUENCIES
-    state: dict[str, torch.Tensor] = {"rope.inv_freq": _ROPE_THETA**-exponents}
+    state: dict[str, torch.Tensor] = {"rope.inv_freq": 1.0 / _ROPE_THETA**exponents}
     state |= _linear("video_patch_proj", hidden, patch, random, dtype=_FP32)
     state |= _linear("audio_patch_proj", hidden, AUDIO_LATENT_CHANNELS, random, dtype=_FP32)
     state |= _linear("condition_proj", hidden, TEXT_DIM, random)

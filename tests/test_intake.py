@@ -1,0 +1,194 @@
+"""Checkpoints of every format through the engine's loader: which numbers a linear ends up with, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+
+from vllm_h3_quant import report
+from vllm_h3_quant.errors import H3QuantError
+from vllm_h3_quant.kernels.quantize import quantize_rows_reference
+from vllm_h3_quant.testing.tiny_h3.formats import stored_values, write_format
+
+Load = Callable[..., Any]
+FP8, INT8 = "h3_fp8", "h3_int8"
+
+QUANTIZED = 25
+"""Linears of the tiny DiT that a method quantizes."""
+
+
+@pytest.fixture(scope="module")
+def roots(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("formats")
+
+    def root(name: str) -> Path:
+        target = folder / name
+        return target if target.exists() else write_format(tiny_h3, target, name)
+
+    return root
+
+
+def linears(pipeline: Any) -> dict[str, Any]:
+    return {name: module for name, module in pipeline.transformer.named_modules() if isinstance(module, LinearBase)}
+
+
+def numbers(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(N, K)`` codes and ``(N, 1)`` scales."""
+    return layer.weight.data.t(), layer.weight_scale.data.t()
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "as_they_are", "kept"),
+    [
+        ("diffusers_bf16", INT8, 0, 0),
+        ("comfy_bf16", FP8, 0, 0),
+        ("comfy_fp8", FP8, 25, 0),
+        ("comfy_fp8", INT8, 0, 0),
+        ("comfy_int8_convrot", INT8, 0, 0),
+        ("modelopt_fp8_tensor", FP8, 25, 0),
+        ("modelopt_fp8_channel", FP8, 25, 0),
+        ("modelopt_fp8_native", FP8, 13, 12),
+        ("modelopt_nvfp4", FP8, 0, 0),
+        # Codes can stay where a row is one block wide, and where 128 does not divide the rows, which have a scale each.
+        ("fp8_block_native", FP8, 15, 0),
+    ],
+)
+def test_every_weight_is_what_the_file_stands_for(
+    load_pipeline: Load,
+    roots: Callable[[str], Path],
+    tiny_h3: Path,
+    name: str,
+    method: str,
+    as_they_are: int,
+    kept: int,
+) -> None:
+    pipeline = load_pipeline(method, model=roots(name))
+    values = stored_values(tiny_h3, name)
+    found = {"codes": 0, "kept": 0, "quantized": 0}
+    for linear, layer in linears(pipeline).items():
+        if linear not in values:
+            continue
+        if isinstance(layer.quant_method, UnquantizedLinearMethod):
+            found["kept"] += 1
+            assert torch.equal(layer.weight.data, values[linear].to(torch.bfloat16)), linear
+            continue
+        codes, scale = numbers(layer)
+        if layer.quant_method.arrival.has_codes:
+            found["codes"] += 1
+            assert torch.equal(codes.double() * scale.double(), values[linear]), linear
+            continue
+        found["quantized"] += 1
+        whole = values[linear].float().to(torch.bfloat16)
+        wanted, wanted_scale = quantize_rows_reference(
+            whole, layer.quant_method.fmt, rotation=layer.quant_method.rotation
+        )
+        # Sums of ConvRot's inverse and NVFP4's two scales round before bf16 does, so a number may be the next bf16
+        # and its code the next code; a row's largest number then moves its scale by up to 2**-7.
+        assert torch.allclose(scale, wanted_scale, rtol=2**-7), linear
+        assert (codes.view(torch.uint8) != wanted.view(torch.uint8)).float().mean() < 0.02, linear
+    assert found["codes"] == as_they_are
+    assert found["kept"] == kept
+    assert sum(found.values()) == QUANTIZED
+
+
+def test_a_layer_that_is_ignored_gets_decoded_values(
+    load_pipeline: Load, roots: Callable[[str], Path], tiny_h3: Path
+) -> None:
+    """Grouped and swapped back on the way, because the engine reorders what is not ours."""
+    ignored = ["blocks.0", "token_refiner.blocks.1"]
+    values = stored_values(tiny_h3, "modelopt_fp8_channel")
+    pipeline = load_pipeline({"method": FP8, "ignored_layers": ignored}, model=roots("modelopt_fp8_channel"))
+    for linear, layer in linears(pipeline).items():
+        if linear in values and linear.startswith(tuple(ignored)):
+            assert torch.equal(layer.weight.data, values[linear].float().to(torch.bfloat16)), linear
+
+
+def test_rope_frequencies_that_a_file_leaves_out(load_pipeline: Load, roots: Callable[[str], Path]) -> None:
+    ours = load_pipeline(FP8, model=roots("diffusers_bf16")).transformer.rope.inv_freq
+    assert torch.equal(ours, load_pipeline(FP8).transformer.rope.inv_freq)
+
+
+class TestCurve:
+    def test_is_refused_unless_allowed(self, load_pipeline: Load, roots: Callable[[str], Path]) -> None:
+        with pytest.raises(H3QuantError, match=r"cosine.*allow_unverified_curve"):
+            load_pipeline(FP8, model=roots("pruned_curve"))
+
+    def test_serves_from_its_table(self, load_pipeline: Load, roots: Callable[[str], Path]) -> None:
+        root = roots("pruned_curve")
+        pipeline = load_pipeline({"method": FP8, "allow_unverified_curve": True}, model=root)
+        table = next(iter((root / "FL2VA" / "transformer").glob("*.safetensors")))
+        stored = load_file(table)["model.diffusion_model.adaln_t_table"]
+        assert torch.equal(pipeline.transformer.time_embedder.table, stored)
+        at = torch.tensor([0.0, 0.5, 1.0])
+        assert torch.equal(pipeline.transformer.time_embedder(at), stored[[0, 512, 1024]])
+        adaln = pipeline.transformer.blocks[0].adaln_proj.linear
+        assert isinstance(adaln.quant_method, UnquantizedLinearMethod)
+
+    def test_width_is_that_of_the_engine(self, load_pipeline: Load, tiny_h3: Path, tmp_path: Path) -> None:
+        root = write_format(tiny_h3, tmp_path / "h3", "pruned_curve")
+        config = root / "transformer" / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"time_embed_dim": 128}))
+        with pytest.raises(H3QuantError, match="time_embed_dim"):
+            load_pipeline({"method": FP8, "allow_unverified_curve": True}, model=root)
+
+
+def test_a_scale_that_is_nan_stops_the_start_before_a_weight_is_read(
+    load_pipeline: Load, tiny_h3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
+
+    root = write_format(tiny_h3, tmp_path / "h3", "modelopt_fp8_channel")
+    name = "transformer_blocks.1.attn.to_k.weight_scale"
+    for file in (root / "FL2VA" / "transformer").glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            tensors[name][5] = float("nan")
+            save_file(tensors, str(file))
+    monkeypatch.setattr(DiffusersPipelineLoader, "get_all_weights", lambda *a, **k: pytest.fail("weights were read"))
+    with pytest.raises(H3QuantError, match=rf"safetensors: tensor '{name}' holds the scale nan at \[5\]"):
+        load_pipeline(FP8, model=root)
+
+
+def test_the_report_says_what_was_loaded(
+    load_pipeline: Load, roots: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(report.REPORT_VARIABLE, str(tmp_path / "report.json"))
+    load_pipeline(FP8, model=roots("modelopt_fp8_native"))
+    written = report.LoadReport.model_validate_json((tmp_path / "report.json").read_text())
+    assert written.components["transformer"].checkpoint == (
+        "transformer: ModelOpt FP8, 0.01 GiB: codes of 13 linears are used as they are, 0 are decoded and quantized"
+        " again, 12 linears are values and stay so"
+    )
+
+
+def test_codes_merge_no_adapter_while_they_are_read(
+    load_pipeline: Load, roots: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_h3_quant.upstream import weight_source
+
+    monkeypatch.setattr(weight_source, "fuses_adapter", lambda pipeline: True)
+    with pytest.raises(H3QuantError, match="an adapter is merged into the weights as they are read"):
+        load_pipeline(FP8, model=roots("comfy_fp8"))
+
+
+def test_a_stand_in_without_a_source() -> None:
+    """Should the engine hand out a tensor on the meta device by itself, no weight must pass for loaded."""
+    from types import SimpleNamespace
+
+    from vllm_h3_quant.methods.arrival import Arrival
+
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.empty(4, 4, device="meta"), requires_grad=False)
+    layer.weight.weight_loader = lambda *a: None
+    layer.logical_widths, layer.quant_method = [4], SimpleNamespace()
+    arrival = Arrival(layer, "blocks.0.mlp.fc2", on_tensor=lambda *a: None, on_complete=lambda *a: None)
+    arrival.watch("weight")
+    with pytest.raises(H3QuantError, match=r"blocks\.0\.mlp\.fc2\.weight has nothing but a stand-in"):
+        layer.weight.weight_loader(layer.weight, torch.empty(4, 4, device="meta"))

@@ -1,0 +1,105 @@
+"""The components in a folder or file, and a summary of each, without a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_h3_quant.errors import H3QuantError
+from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
+from vllm_h3_quant.loader import naming
+from vllm_h3_quant.loader.architecture import Architecture
+from vllm_h3_quant.loader.checkpoint import open_checkpoint, read_json
+from vllm_h3_quant.loader.plan import TEXT_ENCODER, TRANSFORMER, Plan, plan_text_encoder, plan_transformer
+
+PARTITIONS = ("FL2VA", "Ref2VA")
+
+ENCODER_LAYERS = 50
+"""Decoder layers of Qwen3-VL that vLLM-Omni 0.30 reads for MiniMax-H3."""
+
+METHODS: dict[str, CodeFormat] = {"h3_fp8": FP8, "h3_int8": INT8}
+
+
+@dataclass(frozen=True)
+class Use:
+    """How a method would load a component.
+
+    Attributes:
+        method: its name.
+        as_they_are: linears whose codes it uses.
+        quantized: linears whose values it quantizes, decoded first where they are codes of another kind.
+        kept: linears that stay values.
+    """
+
+    method: str
+    as_they_are: int
+    quantized: int
+    kept: int
+
+
+def find_components(path: Path) -> dict[str, Path]:
+    """Components below ``path`` by their place in it: a model's root, a partition, one component, or one file.
+
+    Raises:
+        H3QuantError: nothing there looks like a component.
+    """
+    if path.is_file() or any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
+        return {path.name: path}
+    found = {}
+    for partition in (path, *(path / name for name in PARTITIONS)):
+        for component in (TRANSFORMER, TEXT_ENCODER):
+            folder = partition / component
+            if any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json")):
+                found[str(folder.relative_to(path))] = folder
+    if not found:
+        raise H3QuantError(
+            f"{path}: holds no {TRANSFORMER}/ or {TEXT_ENCODER}/ with safetensors files, by itself or in"
+            f" {' or '.join(PARTITIONS)}"
+        )
+    return found
+
+
+def plan_component(place: Path) -> Plan:
+    """The plan of a component in a folder or file, by what its tensors are called.
+
+    The DiT's sizes are those that the engine would read: of ``ROOT/transformer/config.json`` for ``ROOT/FL2VA``.
+    """
+    checkpoint = open_checkpoint(place)
+    if any(naming.encoder_layer(name) is not None for name in checkpoint.entries):
+        return plan_text_encoder(checkpoint, ENCODER_LAYERS)
+    read_by_engine = place.parent.parent / TRANSFORMER / "config.json"
+    if place.parent.name in PARTITIONS and read_by_engine.is_file():
+        architecture = Architecture.from_config(read_json(read_by_engine), where=str(read_by_engine))
+        return plan_transformer(checkpoint, architecture)
+    return plan_transformer(checkpoint)
+
+
+def uses(plan: Plan, quantizable: frozenset[str]) -> list[Use]:
+    """How each method would load a component without problems.
+
+    Args:
+        plan: of the component.
+        quantizable: names of the linears that a method may quantize.
+    """
+    found = []
+    kept = plan.kept & quantizable
+    for method, fmt in METHODS.items():
+        candidates = [linear for name, linear in plan.linears.items() if name in quantizable - kept]
+        ready = sum(linear.has_codes(fmt) and (fmt is FP8 or linear.rotation > 0) for linear in candidates)
+        found.append(Use(method, ready, len(candidates) - ready, len(kept)))
+    return found
+
+
+def dtypes(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Number of tensors and their bytes by dtype."""
+    count = Counter(entry.dtype for entry in plan.checkpoint.entries.values())
+    nbytes: Counter[str] = Counter()
+    for entry in plan.checkpoint.entries.values():
+        nbytes[entry.dtype] += entry.nbytes
+    return {dtype: (count[dtype], nbytes[dtype]) for dtype in sorted(count)}
+
+
+def codings(plan: Plan) -> dict[str, int]:
+    """Number of linears by how their numbers are coded."""
+    return dict(Counter(linear.coding.describe for linear in plan.linears.values()))

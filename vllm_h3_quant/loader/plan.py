@@ -1,0 +1,299 @@
+"""What each parameter of a component is made of, and what is wrong with the checkpoint."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from vllm_h3_quant.errors import H3QuantError, nearest
+from vllm_h3_quant.loader import naming
+from vllm_h3_quant.loader.architecture import ROPE, Architecture, Expected
+from vllm_h3_quant.loader.checkpoint import Checkpoint
+from vllm_h3_quant.loader.coding import Coding, Scaled, Values
+from vllm_h3_quant.loader.formats import Detection, Kind, Layout, detect
+from vllm_h3_quant.loader.header import Entry
+from vllm_h3_quant.loader.scales import Found, coding_of
+from vllm_h3_quant.loader.stored import Segment, StoredLinear
+
+TRANSFORMER, TEXT_ENCODER = "transformer", "text_encoder"
+
+
+@dataclass
+class Plan:
+    """A component, ready to be loaded if there are no ``problems``.
+
+    Attributes:
+        checkpoint: its files.
+        detection: what it is.
+        architecture: sizes of the DiT; None for the text encoder.
+        linears: weights of linears by the model's module names.
+        plain: every other tensor, by the model's name for the DiT, by its own for the text encoder.
+        problems: why it cannot be loaded, one line each.
+        notes: what a user should know although it loads.
+    """
+
+    checkpoint: Checkpoint
+    detection: Detection
+    architecture: Architecture | None
+    linears: dict[str, StoredLinear] = field(default_factory=dict)
+    plain: dict[str, Entry] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Stop at a checkpoint that cannot be loaded.
+
+        Raises:
+            H3QuantError: the first problem, and how many more there are.
+        """
+        if self.problems:
+            more = len(self.problems) - 1
+            also = f" (and {more} more; vllm-h3-quant check {self.checkpoint.place} lists them)" if more else ""
+            raise H3QuantError(self.problems[0] + also)
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Linears that a quantized checkpoint holds as values: its own list of exclusions."""
+        if not self.detection.quantized:
+            return frozenset()
+        return frozenset(name for name, linear in self.linears.items() if isinstance(linear.coding, Values))
+
+
+def plan_transformer(checkpoint: Checkpoint, architecture: Architecture | None = None) -> Plan:
+    """The plan of a DiT's checkpoint.
+
+    Args:
+        checkpoint: its files.
+        architecture: sizes; those of ``config.json`` beside the files, or MiniMax-H3's, when None.
+    """
+    detection = detect(checkpoint)
+    if architecture is None:
+        where = f"{checkpoint.place / 'config.json'}"
+        architecture = Architecture.from_config(checkpoint.config, where=where)
+    if detection.curve:
+        # The engine's model has the width that its configuration states, which serving a curve compares.
+        table = next(entry for name, entry in checkpoint.entries.items() if naming.without_prefix(name) == naming.CURVE)
+        if len(table.shape) == 2 and 0 < table.shape[1] < 2**31:
+            architecture = replace(architecture, time_embed_dim=table.shape[1])
+    plan = Plan(checkpoint, detection, architecture)
+    if detection.kind is Kind.UNKNOWN or _of_encoder(checkpoint):
+        plan.problems.append(
+            f"{checkpoint.place}: no checkpoint of MiniMax-H3's transformer that is known here"
+            f" (first tensor {next(iter(checkpoint.entries), None)!r})"
+        )
+        return plan
+    diffusers = detection.layout is Layout.DIFFUSERS
+
+    def target(module: str) -> naming.Target | None:
+        return naming.diffusers_target(module) if diffusers else naming.Target(module)
+
+    _Builder(plan, target).build(architecture.tensors(curve=detection.curve))
+    return plan
+
+
+def plan_text_encoder(checkpoint: Checkpoint, layers: int) -> Plan:
+    """The plan of a Qwen3-VL text encoder's checkpoint, of which the engine reads the first ``layers`` layers."""
+    plan = Plan(checkpoint, detect(checkpoint), None)
+    if plan.detection.kind is Kind.UNKNOWN or not _of_encoder(checkpoint):
+        plan.problems.append(f"{checkpoint.place}: no checkpoint of the text encoder that is known here")
+        return plan
+    _Builder(plan, naming.encoder_target).build_encoder(layers)
+    return plan
+
+
+def _of_encoder(checkpoint: Checkpoint) -> bool:
+    return any(naming.encoder_layer(name) is not None for name in checkpoint.entries)
+
+
+class _Builder:
+    """Sorts a checkpoint's tensors into what belongs together."""
+
+    def __init__(self, plan: Plan, target: Callable[[str], naming.Target | None]) -> None:
+        self.plan = plan
+        self.target = target
+        self.weights: dict[str, dict[str, Found]] = defaultdict(dict)
+        self.beside: dict[str, dict[str, Entry]] = defaultdict(dict)
+
+    def problem(self, entry: Entry | None, text: str) -> None:
+        """Note a problem, with the file and the tensor where one is known."""
+        where = self.plan.checkpoint.place if entry is None else f"{entry.file}: tensor {entry.name!r}"
+        self.plan.problems.append(f"{where} {text}")
+
+    def build(self, expected: Mapping[str, Expected]) -> None:
+        """Fill the plan of a DiT."""
+        self._note_duplicates()
+        for name, entry in self.plan.checkpoint.entries.items():
+            bare = naming.without_prefix(name)
+            if bare in naming.LOOSE:
+                continue
+            module, leaf = naming.split(bare)
+            target = self.target(module) if leaf else None
+            if leaf == naming.WEIGHT and target and len(expected.get(f"{target.module}.weight", _NONE).shape) == 2:
+                self._add_weight(target, module, entry)
+            elif leaf in (naming.WEIGHT, naming.BIAS) and target:
+                self.plan.plain[f"{target.module}.{leaf}"] = entry
+            elif leaf and target:
+                self.beside[module][leaf] = entry
+            else:
+                self.plan.plain[bare] = entry
+        self._check_names(expected)
+        for name, pieces in self.weights.items():
+            self._add_linear(name, pieces, expected[f"{name}.weight"].shape)
+        self._refuse_leftovers()
+        for name, wanted in expected.items():
+            self._check_plain(name, wanted)
+
+    def build_encoder(self, layers: int) -> None:
+        """Fill the plan of a text encoder."""
+        self._note_duplicates()
+        for name, entry in self.plan.checkpoint.entries.items():
+            module, leaf = naming.split(name)
+            index = naming.encoder_layer(name)
+            if index is not None and index >= layers:
+                continue
+            target = self.target(module)
+            if target is None or not leaf:
+                self.plan.plain[name] = entry
+            elif leaf == naming.WEIGHT:
+                self._add_weight(target, module, entry)
+            else:
+                self.beside[module][leaf] = entry
+        for name, pieces in self.weights.items():
+            self._add_linear(name, pieces, None)
+        self._refuse_leftovers()
+
+    def _note_duplicates(self) -> None:
+        for name in self.plan.checkpoint.duplicates:
+            self.problem(self.plan.checkpoint.entries[name], "is in more than one file; keep one")
+
+    def _add_weight(self, target: naming.Target, module: str, entry: Entry) -> None:
+        pieces = self.weights[target.module]
+        if target.part in pieces:
+            self.problem(entry, f"stands for {target.module}.weight, as {pieces[target.part].entry.name!r} does")
+        pieces[target.part] = Found(entry, module)
+
+    def _check_names(self, expected: Mapping[str, Expected]) -> None:
+        held = {*self.plan.plain, *(f"{name}.weight" for name in self.weights)}
+        for name in expected.keys() - held:
+            if not expected[name].optional:
+                self.plan.problems.append(f"{self.plan.checkpoint.place}: lacks {name!r}")
+        known = {*expected, naming.CURVE} if self.plan.detection.curve else set(expected)
+        for index, name in enumerate([name for name in self.plan.plain if name not in known]):
+            close = nearest(name, expected) if index < _HINTS else None
+            hint = f"; nearest is {close!r}" if close else ""
+            self.problem(self.plan.plain.pop(name), f"is no tensor of this model{hint}")
+        self.plan.problems.sort()
+
+    def _add_linear(self, name: str, pieces: Mapping[str, Found], shape: tuple[int, ...] | None) -> None:
+        codings: dict[str, Coding] = {}
+        for part, found in pieces.items():
+            if len(found.entry.shape) != 2:
+                self.problem(found.entry, f"has the shape {list(found.entry.shape)}, not rows and columns")
+                return
+            try:
+                codings[part] = coding_of(found, self.beside.get(found.module, {}), self.plan)
+            except H3QuantError as error:
+                self.plan.problems.append(str(error))
+                return
+        try:
+            linear = _assemble(name, pieces, codings, shape, self.plan)
+        except H3QuantError as error:
+            self.plan.problems.append(str(error))
+            return
+        for found in pieces.values():
+            self.beside.pop(found.module, None)
+        self.plan.linears[name] = linear
+
+    def _refuse_leftovers(self) -> None:
+        for module, leaves in self.beside.items():
+            if any(module == found.module for pieces in self.weights.values() for found in pieces.values()):
+                continue  # its weight has a problem already
+            for leaf, entry in leaves.items():
+                if leaf == naming.BIAS:
+                    self.problem(entry, "is a bias of a linear that has none here")
+                else:
+                    self.problem(entry, "has no weight beside it: nothing would consume it")
+
+    def _check_plain(self, name: str, wanted: Expected) -> None:
+        entry = self.plan.plain.get(name)
+        if entry is None:
+            return
+        if entry.shape != wanted.shape:
+            self.problem(entry, f"has the shape {list(entry.shape)}, the model's {name} has {list(wanted.shape)}")
+        if entry.dtype not in ("F32", "F16", "BF16"):
+            self.problem(entry, f"is {entry.dtype}, but {name} takes values")
+
+
+_NONE = Expected(())
+_HINTS = 20
+"""Unexpected names that get a nearest one: each is compared with all names, 30 ms for 50 layers."""
+
+
+def _assemble(
+    name: str,
+    pieces: Mapping[str, Found],
+    codings: Mapping[str, Coding],
+    shape: tuple[int, ...] | None,
+    plan: Plan,
+) -> StoredLinear:
+    """The rows of one weight in the model's order.
+
+    Raises:
+        H3QuantError: a part is missing, or shapes do not fit each other or the model.
+    """
+    order = _PARTS.get(frozenset(pieces))
+    if order is None:
+        lacking = next((want for have, want in _PARTS.items() if have > frozenset(pieces)), None)
+        if lacking is None:
+            names = ", ".join(repr(found.entry.name) for found in pieces.values())
+            raise H3QuantError(f"{plan.checkpoint.place}: {name} is there whole and in parts: {names}; keep one")
+        raise H3QuantError(
+            f"{plan.checkpoint.place}: {name} has only {', '.join(pieces)} of {', '.join(lacking)}; copy all of it"
+        )
+    columns = {part: codings[part].columns(pieces[part].entry.shape[1]) for part in order}
+    rows = {part: pieces[part].entry.shape[0] for part in order}
+    found = (sum(rows.values()), columns[order[0]])
+    entry = pieces[order[0]].entry
+    if len({*columns.values()}) > 1:
+        told = ", ".join(f"{part} {[rows[part], columns[part]]}" for part in order)
+        raise H3QuantError(f"{entry.file}: tensor {entry.name!r} and its neighbours make no {name}.weight: {told}")
+    if shape is not None and found != shape:
+        raise H3QuantError(
+            f"{entry.file}: tensor {entry.name!r} makes {name}.weight {list(found)}, the model has {list(shape)}"
+        )
+    if len(order) == 1:
+        segments = _segments_of_one(name, pieces[order[0]].entry, codings[order[0]], order[0], plan)
+    else:
+        segments = [Segment(pieces[part].entry, codings[part], 0, rows[part]) for part in order]
+    parts = {part: (sum(rows[before] for before in order[:at]), rows[part]) for at, part in enumerate(order)}
+    return StoredLinear(name, found, tuple(segments), parts)
+
+
+_PARTS: dict[frozenset[str], tuple[str, ...]] = {
+    frozenset(parts): parts for parts in [("",), ("swapped",), ("q", "k", "v"), ("gate", "up")]
+}
+
+
+def _segments_of_one(name: str, entry: Entry, coding: Coding, part: str, plan: Plan) -> Iterable[Segment]:
+    rows = entry.shape[0]
+    arch = plan.architecture
+    if part == "swapped":
+        half = rows // 2
+        return [Segment(entry, coding, half, half), Segment(entry, coding, 0, half)]
+    if arch is None or plan.detection.layout is not Layout.GROUPED or not name.endswith(".attn.qkv_proj"):
+        return [Segment(entry, coding, 0, rows)]
+    head = arch.attention_head_dim
+    if isinstance(coding, Scaled) and head % coding.row_block and coding.row_block < rows:
+        raise H3QuantError(
+            f"{entry.file}: tensor {entry.name!r} has one scale for {coding.row_block} rows, which straddles heads of"
+            f" {head}: it cannot be reordered with the weight; convert the checkpoint with blocks that divide {head}"
+        )
+    return [
+        Segment(entry, coding, (3 * index + third) * head, head)
+        for third in range(3)
+        for index in range(arch.num_attention_heads)
+    ]
+
+
+__all__ = ["ROPE", "TEXT_ENCODER", "TRANSFORMER", "Plan", "plan_text_encoder", "plan_transformer"]
