@@ -80,31 +80,27 @@ def ours(module: Any) -> bool:
     return isinstance(getattr(module, "quant_method", None), H3LinearMethod)
 
 
-def test_one_unquantized_weight_at_a_time(load_pipeline: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One in work, and one more where the boundary of the two shards splits a fused weight."""
-    from vllm_h3_quant.methods.arrival import Arrival
+def test_large_weights_are_quantized_a_piece_at_a_time(load_pipeline: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values on the device are those of one piece, and the codes those of the whole weight."""
+    from vllm_h3_quant.methods import arrival
 
-    in_work: set[str] = set()
-    most = 0
-    materialize, load = Arrival._materialize, Arrival._load
+    whole = load_pipeline("h3_int8")
+    monkeypatch.setattr(arrival, "PIECE", 32 * 1024)
+    largest = 0
+    quantize = H3LinearMethod._quantize_values
 
-    def observed(self: Arrival, param_name: str, *mapped: Any) -> Any:
-        nonlocal most
-        if param_name == "weight":
-            in_work.add(self.name)
-        most = max(most, len(in_work))
-        return materialize(self, param_name, *mapped)
+    def observed(self: H3LinearMethod, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal largest
+        largest = max(largest, values.nbytes)
+        return quantize(self, values)
 
-    def finished(self: Arrival, *args: Any) -> None:
-        load(self, *args)
-        if self.complete:
-            in_work.discard(self.name)
-
-    monkeypatch.setattr(Arrival, "_materialize", observed)
-    monkeypatch.setattr(Arrival, "_load", finished)
-    load_pipeline("h3_fp8")
-    assert not in_work
-    assert 1 <= most <= 2
+    monkeypatch.setattr(H3LinearMethod, "_quantize_values", observed)
+    pieces = load_pipeline("h3_int8")
+    assert 0 < largest <= 32 * 1024 + 2 * 5120, "a piece ends with a whole row"
+    for (name, ours), other in zip(pieces.named_modules(), whole.modules(), strict=True):
+        if isinstance(getattr(ours, "quant_method", None), H3LinearMethod):
+            assert torch.equal(ours.weight, other.weight), name
+            assert torch.equal(ours.weight_scale, other.weight_scale), name
 
 
 def test_a_layer_waits_for_its_bias_in_whatever_order(load_pipeline: Load, monkeypatch: pytest.MonkeyPatch) -> None:

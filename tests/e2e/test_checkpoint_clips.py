@@ -76,3 +76,41 @@ def test_an_export_is_served_without_a_flag_and_changes_nothing(
     assert served[export].quantized == clips[online].quantized
     for part in served[export].report.components.values():
         assert f"codes of {part.quantized} linears are used as they are, 0 are decoded" in part.checkpoint
+
+
+ONE_MORE_ROUNDING = 4.0
+"""dB. Codes that were rounded to another grid first have at most twice the error's power, 3 dB, and the clip of one
+seed scatters by as much as 1."""
+
+FOUR_BITS = 12.0
+"""dB. e2m1 rounds weights of a normal distribution by 10 to 12% in blocks of 16, where e4m3 weights and activations
+together make 3.7%: 20 log10(12 / 3.7) is 10.2, and the rounding to e4m3 and the scatter come on top."""
+
+
+@pytest.mark.parametrize(
+    ("name", "reference", "loss"),
+    [
+        ("comfy_fp8", "string_fp8", ONE_MORE_ROUNDING),
+        ("comfy_int8_convrot", "string_int8", ONE_MORE_ROUNDING),
+        ("modelopt_fp8_tensor", "string_fp8", ONE_MORE_ROUNDING),
+        ("modelopt_fp8_channel", "string_fp8", ONE_MORE_ROUNDING),
+        # INT8 from e4m3 codes is at least as far as e4m3 is.
+        ("modelopt_fp8_native", "string_fp8", ONE_MORE_ROUNDING),
+        ("fp8_block_native", "string_fp8", ONE_MORE_ROUNDING),
+        ("modelopt_nvfp4", "string_fp8", FOUR_BITS),
+    ],
+)
+def test_codes_of_another_format_are_as_close_to_bf16(
+    served: dict[str, Generated], clips: dict[str, Generated], name: str, reference: str, loss: float
+) -> None:
+    """A row in the wrong place, or a scale that is left out, is a clip of noise: below 15 dB."""
+    bf16 = clips["bf16"]
+    assert served[name].psnr(bf16) > clips[reference].psnr(bf16) - loss
+
+
+def test_a_good_curve_is_as_close_as_the_full_projections(
+    served: dict[str, Generated], clips: dict[str, Generated]
+) -> None:
+    """Rank 8 and bf16 weights cost less than the scatter of one seed."""
+    bf16 = clips["bf16"]
+    assert served["pruned_curve"].psnr(bf16) > served["full_adaln"].psnr(bf16) - 1

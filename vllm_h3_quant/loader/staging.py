@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 
 import torch
 
@@ -29,16 +30,14 @@ AHEAD = 2**30
 @dataclass
 class _Buffer:
     memory: torch.Tensor
-    copied: torch.cuda.Event
+    copied: torch.cuda.Event | None
 
 
 class Stage:
-    """Pinned buffers and the threads that read into them."""
+    """Buffers, pinned where there is a GPU, and the threads that read into them."""
 
     def __init__(self) -> None:
-        self._buffers = [
-            _Buffer(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(BUFFERS)
-        ]
+        self._buffers = [_buffer() for _ in range(BUFFERS)]
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="h3-quant-read")
         self._next = 0
 
@@ -61,7 +60,7 @@ class Stage:
         try:
             os.posix_fadvise(descriptor, entry.start + first * entry.row_nbytes, AHEAD, os.POSIX_FADV_WILLNEED)
             waiting = iter(pieces)
-            for row, rows in (piece for piece, _ in zip(waiting, range(BUFFERS - 2), strict=False)):
+            for row, rows in islice(waiting, BUFFERS - 2):
                 started.append(self._start(descriptor, entry, row, rows))
             while started:
                 buffer, row, rows, reads = started.popleft()
@@ -69,7 +68,8 @@ class Stage:
                     read.result()
                 nbytes = rows * entry.row_nbytes
                 yield row, buffer.memory[:nbytes].view(entry.torch_dtype).reshape(rows, *entry.shape[1:])
-                buffer.copied.record()
+                if buffer.copied is not None:
+                    buffer.copied.record()
                 following = next(waiting, None)
                 if following is not None:
                     started.append(self._start(descriptor, entry, *following))
@@ -84,7 +84,8 @@ class Stage:
     ) -> tuple[_Buffer, int, int, list[Future[None]]]:
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % BUFFERS
-        buffer.copied.synchronize()
+        if buffer.copied is not None:
+            buffer.copied.synchronize()
         begin, nbytes = entry.start + row * entry.row_nbytes, rows * entry.row_nbytes
         view = memoryview(buffer.memory.numpy().data)
         step = -(-nbytes // THREADS)
@@ -93,6 +94,12 @@ class Stage:
             for at in range(0, nbytes, step or 1)
         ]
         return buffer, row, rows, reads
+
+
+def _buffer() -> _Buffer:
+    pinned = torch.cuda.is_available()
+    memory = torch.empty(CHUNK, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    return _Buffer(memory, torch.cuda.Event() if pinned else None)
 
 
 def _read(descriptor: int, into: memoryview, position: int, entry: Entry) -> None:

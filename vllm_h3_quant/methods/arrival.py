@@ -188,7 +188,6 @@ class Arrival:
                 source.fill(weight[rows], first)
             scale[rows] = source.row_scale(first, rows.stop - rows.start).to(self.device)
             return
-        assert self._quantize is not None
         weight = self._materialize("weight", codes=True).data
         layer: Any = self.layer
         count, columns = rows.stop - rows.start, weight.shape[1]
@@ -196,9 +195,15 @@ class Arrival:
         step = -(-count // pieces)
         for begin in range(rows.start, rows.stop, step):
             piece = slice(begin, min(begin + step, rows.stop))
-            values = torch.empty(piece.stop - begin, columns, dtype=layer.orig_dtype, device=self.device)
-            source.fill(values, first + begin - rows.start)
-            weight[piece], scale[piece] = self._quantize(values)
+            weight[piece], scale[piece] = self._quantized(source, first + begin - rows.start, weight[piece].shape)
+
+    def _quantized(self, source: WeightSource, first: int, shape: torch.Size) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and scales of some rows, whose values are gone when the next are read."""
+        assert self._quantize is not None
+        layer: Any = self.layer
+        values = torch.empty(shape, dtype=layer.orig_dtype, device=self.device)
+        source.fill(values, first)
+        return self._quantize(values)
 
     def _load_scale(self, scale: torch.Tensor, load: Callable[..., object], args: tuple[Any, ...]) -> None:
         """Take this rank's part of whole rows' scales as the engine's loader takes it of the rows."""
