@@ -17,14 +17,19 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+_APART = {"tests/e2e/test_checkpoint_clips.py"}
+"""Files of ``e2e`` with clips of their own."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files stay together, and so do all tests of ``e2e``: they share clips, and their engines take both cores."""
+    """Files stay together, and so do tests of ``e2e`` that share clips."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "e2e" if nodeid.startswith("tests/e2e/") else nodeid.split("::", 1)[0]
+            file = nodeid.split("::", 1)[0]
+            return "e2e" if file.startswith("tests/e2e/") and file not in _APART else file
 
     return ByFile(config, log)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_process import Generated, generate
+from runs import RUNS
 
 from vllm_h3_quant.testing.tiny_h3.formats import write_format
 
@@ -26,11 +27,14 @@ FORMATS: dict[str, str] = {
 }
 """Formats and the method that each is served with."""
 
+ONLINE = ("bf16", "string_fp8", "string_int8", "full_int8")
+"""Runs of the other clips' tests that these are compared with. They are made again: these tests run beside those."""
+
 
 @pytest.fixture(scope="module")
 def served(tiny_h3: Path, exports: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Generated]:
     folder = tmp_path_factory.mktemp("formats")
-    runs: dict[str, dict[str, Any]] = {
+    runs: dict[str, dict[str, Any]] = {name: RUNS[name] | {"requests": 1} for name in ONLINE} | {
         name: {"model": str(write_format(tiny_h3, folder / name, name)), "arguments": {"quantization": method}}
         for name, method in FORMATS.items()
     }
@@ -54,10 +58,8 @@ def same(one: Generated, other: Generated) -> bool:
 
 
 @pytest.mark.parametrize("name", ["diffusers_bf16", "comfy_bf16"])
-def test_another_layout_of_the_same_values_changes_nothing(
-    served: dict[str, Generated], clips: dict[str, Generated], name: str
-) -> None:
-    assert same(served[name], clips["string_fp8"])
+def test_another_layout_of_the_same_values_changes_nothing(served: dict[str, Generated], name: str) -> None:
+    assert same(served[name], served["string_fp8"])
 
 
 @pytest.mark.parametrize(
@@ -70,10 +72,10 @@ def test_another_layout_of_the_same_values_changes_nothing(
     ],
 )
 def test_an_export_is_served_without_a_flag_and_changes_nothing(
-    served: dict[str, Generated], clips: dict[str, Generated], export: str, online: str
+    served: dict[str, Generated], export: str, online: str
 ) -> None:
-    assert same(served[export], clips[online])
-    assert served[export].quantized == clips[online].quantized
+    assert same(served[export], served[online])
+    assert served[export].quantized == served[online].quantized
     for part in served[export].report.components.values():
         assert f"codes of {part.quantized} linears are used as they are, 0 are decoded" in part.checkpoint
 
@@ -101,16 +103,14 @@ together make 3.7%: 20 log10(12 / 3.7) is 10.2, and the rounding to e4m3 and the
     ],
 )
 def test_codes_of_another_format_are_as_close_to_bf16(
-    served: dict[str, Generated], clips: dict[str, Generated], name: str, reference: str, loss: float
+    served: dict[str, Generated], name: str, reference: str, loss: float
 ) -> None:
     """A row in the wrong place, or a scale that is left out, is a clip of noise: below 15 dB."""
-    bf16 = clips["bf16"]
-    assert served[name].psnr(bf16) > clips[reference].psnr(bf16) - loss
+    bf16 = served["bf16"]
+    assert served[name].psnr(bf16) > served[reference].psnr(bf16) - loss
 
 
-def test_a_good_curve_is_as_close_as_the_full_projections(
-    served: dict[str, Generated], clips: dict[str, Generated]
-) -> None:
+def test_a_good_curve_is_as_close_as_the_full_projections(served: dict[str, Generated]) -> None:
     """Rank 8 and bf16 weights cost less than the scatter of one seed."""
-    bf16 = clips["bf16"]
+    bf16 = served["bf16"]
     assert served["pruned_curve"].psnr(bf16) > served["full_adaln"].psnr(bf16) - 1
