@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,12 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 
 from vllm_h3_quant import report
 from vllm_h3_quant.errors import H3QuantError
+from vllm_h3_quant.export.config import parse_request
+from vllm_h3_quant.export.run import export
 from vllm_h3_quant.kernels.quantize import quantize_rows_reference
+from vllm_h3_quant.loader import stored as stored_module
+from vllm_h3_quant.loader.header import read_header
+from vllm_h3_quant.loader.reader import mapped
 from vllm_h3_quant.testing.tiny_h3.formats import stored_values, write_format
 
 Load = Callable[..., Any]
@@ -192,3 +198,74 @@ def test_a_stand_in_without_a_source() -> None:
     arrival.watch("weight")
     with pytest.raises(H3QuantError, match=r"blocks\.0\.mlp\.fc2\.weight has nothing but a stand-in"):
         layer.weight.weight_loader(layer.weight, torch.empty(4, 4, device="meta"))
+
+
+class TestExport:
+    @pytest.fixture(scope="class")
+    def root(self, tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("export") / "h3"
+        export(tiny_h3, folder, parse_request(INT8, where="test"))
+        return folder
+
+    def test_parameters_are_those_of_online_quantization(self, load_pipeline: Load, root: Path) -> None:
+        online, stored = load_pipeline(INT8), load_pipeline(None, model=root)
+        named = dict(stored.named_parameters())
+        for name, parameter in online.named_parameters():
+            found = named.pop(name)
+            assert found.dtype is parameter.dtype, name
+            assert found.stride() == parameter.stride(), name
+            assert torch.equal(found.view(torch.uint8), parameter.view(torch.uint8)), name
+        assert not named
+
+    def test_weights_stay_mapped_on_the_host(self, load_pipeline: Load, root: Path) -> None:
+        """Views of the file, not copies: ranks of a host share them."""
+        seen = {}
+
+        def observed(entry: Any) -> torch.Tensor:
+            tensor = mapped(entry)
+            seen[entry.name] = tensor.data_ptr()
+            return tensor
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stored_module, "mapped", observed)
+            pipeline = load_pipeline(None, model=root)
+        for name, layer in linears(pipeline).items():
+            if layer.weight.dtype is torch.int8:
+                assert layer.weight.data_ptr() == seen[f"{name}.weight"], name
+                assert layer.weight.data_ptr() % 128 == 0, name
+
+    def test_counts_as_quantized_offline(self, load_pipeline: Load, root: Path) -> None:
+        from vllm_omni.diffusion.model_loader.host_weight_plan import has_online_quantization
+
+        assert not has_online_quantization(load_pipeline(None, model=root))
+        assert has_online_quantization(load_pipeline(INT8))
+
+    @pytest.mark.parametrize(
+        ("config", "message"),
+        [
+            (FP8, "was exported with method='h3_int8', not 'h3_fp8'"),
+            ({"method": INT8, "adaln": "keep"}, "was exported with adaln='quantize', not 'keep'"),
+            ({"method": INT8, "rotation": 128}, "was exported with rotation=256, not 128"),
+        ],
+    )
+    def test_what_it_fixes_cannot_be_chosen(self, load_pipeline: Load, root: Path, config: Any, message: str) -> None:
+        with pytest.raises(H3QuantError, match=message):
+            load_pipeline(config, model=root)
+
+    def test_a_configuration_that_is_not_true(self, load_pipeline: Load) -> None:
+        with pytest.raises(H3QuantError, match=r"config\.json says that this is an export"):
+            load_pipeline({"method": INT8, "checkpoint": "vllm-h3-quant"})
+
+    def test_a_flipped_bit_is_found_when_asked_for(self, load_pipeline: Load, root: Path, tmp_path: Path) -> None:
+        damaged = tmp_path / "h3"
+        shutil.copytree(root, damaged)
+        load_pipeline({"method": INT8, "verify": True}, model=damaged)
+        file = sorted((damaged / "FL2VA" / "transformer").glob("*.safetensors"))[1]
+        entry = next(entry for entry in read_header(file).entries.values() if entry.dtype == "I8")
+        with file.open("r+b") as stream:
+            stream.seek(entry.start + 100)
+            byte = stream.read(1)[0]
+            stream.seek(-1, 1)
+            stream.write(bytes([byte ^ 64]))
+        with pytest.raises(H3QuantError, match=rf"{file.name}: the bytes of tensor '{entry.name}'"):
+            load_pipeline({"method": INT8, "verify": True}, model=damaged)
