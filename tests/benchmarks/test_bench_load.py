@@ -260,5 +260,6 @@ def test_memory_of_the_host(tmp_path: Path) -> None:
     peaks = memory.peaks()
     anonymous, file, host = (peaks[name] or 0 for name in ("anonymous", "file", "host"))
     assert 32 * mib - slack < anonymous < 40 * mib
-    assert 48 * mib - slack < file < 56 * mib
-    assert anonymous + file - 2 * slack < host < 96 * mib
+    # The system may take pages of a file back before the last is touched; the loop waited for this many.
+    assert 40 * mib <= file < 56 * mib
+    assert anonymous + 40 * mib - 2 * slack < host < 96 * mib
