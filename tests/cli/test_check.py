@@ -62,6 +62,12 @@ def test_nothing_that_could_be_a_model(tmp_path: Path) -> None:
     assert "holds no transformer/ or text_encoder/" in result.output
 
 
+def test_a_path_that_is_not_there(tmp_path: Path) -> None:
+    result = check(tmp_path / "nothing")
+    assert result.exit_code == 1
+    assert "does not exist" in result.output
+
+
 class TestCurve:
     def test_is_not_good_by_itself(self, tiny_h3: Path, tmp_path: Path) -> None:
         root = write_format(tiny_h3, tmp_path / "h3", "pruned_curve")

@@ -105,9 +105,9 @@ def _compare(console: Console, plan: Plan, against: Path | None, every: int) -> 
     if against is None:
         refuse_unverified(plan, allow=False)
         return False
-    wanted = {label for label, place in find_components(against).items() if place.name == plan.checkpoint.place.name}
     places = find_components(against)
-    chosen = next((places[label] for label in wanted), next(iter(places.values())))
+    alike = [place for place in places.values() if place.name == plan.checkpoint.place.name]
+    chosen = (alike or list(places.values()))[0]
     full = plan_component(chosen)
     full.check()
     report = compare(plan, full, _device(), every=every)

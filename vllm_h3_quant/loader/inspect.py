@@ -42,8 +42,10 @@ def find_components(path: Path) -> dict[str, Path]:
     """Components below ``path`` by their place in it: a model's root, a partition, one component, or one file.
 
     Raises:
-        H3QuantError: nothing there looks like a component.
+        H3QuantError: there is no such path, or nothing there looks like a component.
     """
+    if not path.exists():
+        raise H3QuantError(f"{path} does not exist; give a model's root, a partition, a component's folder or a file")
     if path.is_file() or any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
         return {path.name: path}
     found = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from vllm_h3_quant.errors import H3QuantError, nearest
 from vllm_h3_quant.loader import naming
-from vllm_h3_quant.loader.architecture import ROPE, Architecture, Expected
+from vllm_h3_quant.loader.architecture import Architecture, Expected
 from vllm_h3_quant.loader.checkpoint import Checkpoint
 from vllm_h3_quant.loader.coding import Coding, Scaled, Values
 from vllm_h3_quant.loader.formats import Detection, Kind, Layout, detect
@@ -294,6 +294,3 @@ def _segments_of_one(name: str, entry: Entry, coding: Coding, part: str, plan: P
         for third in range(3)
         for index in range(arch.num_attention_heads)
     ]
-
-
-__all__ = ["ROPE", "TEXT_ENCODER", "TRANSFORMER", "Plan", "plan_text_encoder", "plan_transformer"]
