@@ -19,9 +19,12 @@ from vllm_h3_quant.export.config import parse_request
 from vllm_h3_quant.export.run import export
 from vllm_h3_quant.kernels.quantize import quantize_rows_reference
 from vllm_h3_quant.loader import stored as stored_module
+from vllm_h3_quant.loader.architecture import Architecture
 from vllm_h3_quant.loader.header import read_header
+from vllm_h3_quant.loader.inspect import ENCODER_LAYERS
 from vllm_h3_quant.loader.reader import mapped
 from vllm_h3_quant.testing.tiny_h3.formats import stored_values, write_format
+from vllm_h3_quant.upstream import weight_source
 
 Load = Callable[..., Any]
 FP8, INT8 = "h3_fp8", "h3_int8"
@@ -177,7 +180,6 @@ def test_the_report_says_what_was_loaded(
 def test_codes_merge_no_adapter_while_they_are_read(
     load_pipeline: Load, roots: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm_h3_quant.upstream import weight_source
 
     monkeypatch.setattr(weight_source, "fuses_adapter", lambda pipeline: True)
     with pytest.raises(H3QuantError, match="an adapter is merged into the weights as they are read"):
@@ -269,3 +271,14 @@ class TestExport:
             stream.write(bytes([byte ^ 64]))
         with pytest.raises(H3QuantError, match=rf"{file.name}: the bytes of tensor '{entry.name}'"):
             load_pipeline({"method": INT8, "verify": True}, model=damaged)
+
+
+def test_sizes_are_those_of_the_engine() -> None:
+    """``check`` and ``export`` know them without importing it."""
+    from vllm_omni.diffusion.models.minimax_h3.minimax_h3_transformer import MiniMaxH3DiTArchConfig
+
+    theirs = vars(MiniMaxH3DiTArchConfig())
+    for name, value in vars(Architecture()).items():
+        if name != "rope_theta":  # the engine keeps it beside them
+            assert theirs[name] == value, name
+    assert weight_source.encoder_layers() == ENCODER_LAYERS
