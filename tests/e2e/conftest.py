@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine_process import Generated, generate, run
+from engine_process import Generated, command, generate, run
 from runs import FP8, INT8, RUNS
 
 HERE = Path(__file__).parent
@@ -34,7 +34,7 @@ def exports(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     from vllm_h3_quant.export.run import export
 
     folder = tmp_path_factory.mktemp("exports")
-    run(["vllm-h3-quant", "export", str(tiny_h3), str(folder / FP8), "--method", FP8])
+    run([command("vllm-h3-quant"), "export", str(tiny_h3), str(folder / FP8), "--method", FP8])
     for method in EXPORTS:
         if method != FP8:
             export(tiny_h3, folder / method, parse_request(method, where="test"))

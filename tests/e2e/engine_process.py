@@ -68,6 +68,11 @@ def run(command: list[str], *, fails: bool = False, timeout: float = 280) -> str
     return done.stdout
 
 
+def command(name: str) -> str:
+    """A command of this environment, which need not be on the path."""
+    return str(Path(sys.executable).with_name(name))
+
+
 def script(name: str, *arguments: str, timeout: float = 280) -> str:
     """Run a script of this folder."""
     return run([sys.executable, str(HERE / name), *arguments], timeout=timeout)

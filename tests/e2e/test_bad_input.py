@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-from engine_process import run
+from engine_process import command, run
 
 
 @pytest.mark.parametrize(
@@ -29,9 +28,8 @@ from engine_process import run
     ids=["method", "component", "layer", "twice"],
 )
 def test_serve(tiny_h3: Path, arguments: list[str], says: str) -> None:
-    vllm = str(Path(sys.executable).with_name("vllm"))
     common = ["serve", str(tiny_h3), "--omni", "--port", "0", "--trust-remote-code", "--enforce-eager"]
-    log = run([vllm, *common, "--task-type", "t2va", *arguments], fails=True)
+    log = run([command("vllm"), *common, "--task-type", "t2va", *arguments], fails=True)
     last = [line for line in log.splitlines() if line.strip()][-1]
     assert says in last
     assert "Loading weights took" not in log

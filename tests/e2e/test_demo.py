@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from engine_process import command
 
 from vllm_h3_quant.fidelity.clip import read_clip
 from vllm_h3_quant.fidelity.validate_clip import check_clip
@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def demo(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = Path(sys.executable).with_name("vllm-h3-quant")
-    return subprocess.run([command, "demo", "--out", out, *arguments], capture_output=True, text=True, timeout=580)
+    line = [command("vllm-h3-quant"), "demo", "--out", out, *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=580)
 
 
 def test_demo_makes_three_clips_a_table_and_a_summary(tiny_h3: Path, tmp_path: Path) -> None:
