@@ -23,8 +23,6 @@ CHUNK = 64 * 2**20
 BUFFERS = 4
 """Two are read into, one is copied from, and the copy out of the last has long been enqueued."""
 THREADS = min(16, os.cpu_count() or 1)
-AHEAD = 2**30
-"""Bytes behind a tensor that the system is asked to read meanwhile."""
 
 
 @dataclass
@@ -58,7 +56,6 @@ class Stage:
         descriptor = os.open(entry.file, os.O_RDONLY)
         started: deque[tuple[_Buffer, int, int, list[Future[None]]]] = deque()
         try:
-            os.posix_fadvise(descriptor, entry.start + first * entry.row_nbytes, AHEAD, os.POSIX_FADV_WILLNEED)
             waiting = iter(pieces)
             for row, rows in islice(waiting, BUFFERS - 2):
                 started.append(self._start(descriptor, entry, row, rows))
