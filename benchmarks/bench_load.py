@@ -29,7 +29,8 @@ from weight_files import cached, drop_pages, total_bytes, weight_files
 from vllm_h3_quant.config import NAMES as OURS
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.architecture import Architecture
-from vllm_h3_quant.loader.checkpoint import read_json
+from vllm_h3_quant.loader.checkpoint import open_checkpoint, read_json
+from vllm_h3_quant.loader.formats import Kind, detect
 from vllm_h3_quant.names import REPLACE_VARIABLE, replaced
 from vllm_h3_quant.testing.bench_report import Environment, Row, environment, print_table, write_csv
 from vllm_h3_quant.testing.synthetic_h3 import H3, TINY, write_synthetic_h3
@@ -113,6 +114,8 @@ def main(
         for root in (model, export):
             if root is not None:
                 sizes(root)
+        if export is not None:
+            check_export(export)
     except H3QuantError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -136,10 +139,33 @@ def sizes(model: Path) -> dict[str, int]:
     Raises:
         H3QuantError: there is no model.
     """
-    for config in (model / "FL2VA" / "transformer" / "config.json", model / "transformer" / "config.json"):
-        if config.is_file() and weight_files(model):
-            found = Architecture.from_config(read_json(config), where=str(config))
-            return {"layers": found.num_layers, "hidden": found.hidden_size}
+    config = transformer(model) / "config.json"
+    found = Architecture.from_config(read_json(config), where=str(config))
+    return {"layers": found.num_layers, "hidden": found.hidden_size}
+
+
+def check_export(model: Path) -> None:
+    """Refuse what would be loaded without codes under the name of an export.
+
+    Raises:
+        H3QuantError: this package did not export the model.
+    """
+    found = detect(open_checkpoint(transformer(model)))
+    if found.kind is not Kind.EXPORT:
+        raise H3QuantError(
+            f"--export {model} is {found.name}; write one with vllm-h3-quant export {model} OUT --method h3_fp8"
+        )
+
+
+def transformer(model: Path) -> Path:
+    """The folder of a model's transformer.
+
+    Raises:
+        H3QuantError: there is no model.
+    """
+    for folder in (model / "FL2VA" / "transformer", model / "transformer"):
+        if (folder / "config.json").is_file() and weight_files(model):
+            return folder
     raise H3QuantError(f"{model} is no model root; give one, or --layers N to write a synthetic one at --model")
 
 

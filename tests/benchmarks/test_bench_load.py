@@ -21,6 +21,8 @@ import pytest
 import weight_files
 from typer.testing import CliRunner
 
+from vllm_h3_quant.export.config import parse_request
+from vllm_h3_quant.export.run import export
 from vllm_h3_quant.names import REPLACE_VARIABLE
 from vllm_h3_quant.testing.synthetic_h3 import TINY, write_synthetic_h3
 
@@ -116,6 +118,8 @@ def test_loads_on_the_cpu(tmp_path: Path) -> None:
 
 def test_medians_of_repeated_loads(model: Path, tmp_path: Path, scripts: Path) -> None:
     """And the request: an offload becomes a field of the engine, an export asks for no method."""
+    exported = tmp_path / "exported"
+    export(model, exported, parse_request({"transformer": "h3_fp8"}, where="test"))
     plain = {"seconds": [2.0, 4.0, 3.0], "cached": [1.0, None, 1.0], "environment": result(1, 1, 1)["environment"]}
     replies(scripts, "weight_files.py", plain, plain)
     keep = "import shutil; shutil.copy(sys.argv[1], Path(__file__).parent / f'{time.time_ns()}.asked');"
@@ -123,7 +127,7 @@ def test_medians_of_repeated_loads(model: Path, tmp_path: Path, scripts: Path) -
     bodies = [keep + f"Path(sys.argv[2]).write_text({json.dumps(load)!r})" for load in loads]
     replies(scripts, "load_once.py", *bodies, *bodies)
     done = bench(
-        *("--model", model, "--export", model, "--out", tmp_path, "--repeats", 3),
+        *("--model", model, "--export", exported, "--out", tmp_path, "--repeats", 3),
         *("--variants", "h3_fp8@layerwise,export"),
     )
     assert done.exit_code == 0, done.output
@@ -137,7 +141,7 @@ def test_medians_of_repeated_loads(model: Path, tmp_path: Path, scripts: Path) -
     assert found["export"]["gpu"] == "a GPU"
     asked = [json.loads(file.read_text()) for file in sorted(scripts.glob("*.asked"))]
     assert asked[0] == {"model": str(model), "quantization": "h3_fp8", "fields": {"enable_layerwise_offload": True}}
-    assert asked[3] == {"model": str(model), "quantization": None, "fields": {}}
+    assert asked[3] == {"model": str(exported), "quantization": None, "fields": {}}
 
 
 @pytest.mark.parametrize(
@@ -189,6 +193,14 @@ def test_a_folder_without_a_model(model: Path, tmp_path: Path, option: str) -> N
     done = bench(*(part for pair in roots.items() for part in pair), "--out", tmp_path / "out")
     assert done.exit_code == 2
     assert "is no model root" in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_is_no_export(model: Path, tmp_path: Path) -> None:
+    """It would be measured as one."""
+    done = bench("--model", model, "--export", model, "--out", tmp_path / "out")
+    assert done.exit_code == 2
+    assert f"--export {model} is MiniMax-H3 bf16; write one with vllm-h3-quant export" in done.output.replace("\n", "")
     assert not (tmp_path / "out").exists()
 
 
