@@ -31,10 +31,11 @@ def register() -> None:
     from functools import partial
 
     from vllm_h3_quant import names
-    from vllm_h3_quant.upstream import factory
+    from vllm_h3_quant.upstream import factory, offload_config
 
     factory.register({name: partial(_build, name) for name in names.served()})
     factory.route(_claims, _build_components, names.looks_ours, _build)
+    offload_config.check_configurations(_check_offload)
 
 
 def register_general() -> None:
@@ -81,6 +82,12 @@ def _build(method: str, **options: Any) -> Any:
     from vllm_h3_quant.quant_config import build
 
     return build(method, options, where=f"quantization {method!r}")
+
+
+def _check_offload(od_config: Any) -> None:
+    from vllm_h3_quant.dlo.guard import check
+
+    check(od_config)
 
 
 def _claims(spec: Mapping[str, Any]) -> bool:

@@ -24,8 +24,12 @@ from engine_process import command, run
             ["--quantization", "h3_fp8", "--diffusion-quantization-config", '{"method": "h3_int8"}'],
             "cannot both be provided",
         ),
+        (
+            ["--quantization", "h3_fp8", "--enable-distributed-layerwise-offload"],
+            "component 'transformer': h3_fp8 quantizes while it loads and cannot be offloaded by AllGather",
+        ),
     ],
-    ids=["method", "component", "layer", "twice"],
+    ids=["method", "component", "layer", "twice", "allgather"],
 )
 def test_serve(tiny_h3: Path, arguments: list[str], says: str) -> None:
     common = ["serve", str(tiny_h3), "--omni", "--port", "0", "--trust-remote-code", "--enforce-eager"]
