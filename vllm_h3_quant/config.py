@@ -62,7 +62,7 @@ class H3QuantOptions(BaseModel):
 
     method: Method
     ignored_layers: tuple[str, ...] = ()
-    adaln: Literal["quantize", "keep"] = "quantize"
+    adaln: Literal["quantize", "keep", "host"] = "quantize"
     rotation: int = 0
     attention: Literal["none", "int8", "fp8", "auto"] = NO_ATTENTION
     attention_skip_layers: str = ""

@@ -14,9 +14,13 @@ from vllm_h3_quant import intake, report
 from vllm_h3_quant.attention import layers as attention
 from vllm_h3_quant.blocks.edges import wants_fusion
 from vllm_h3_quant.blocks.forward import forward
+from vllm_h3_quant.dlo import guard, host_memory
+from vllm_h3_quant.dlo.device import Device
+from vllm_h3_quant.dlo.hosting import host_projections
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.log import get_logger
 from vllm_h3_quant.methods.base import H3LinearMethod
+from vllm_h3_quant.methods.hosted import HostedLinearMethod
 from vllm_h3_quant.methods.lora import refuse_merging_backend
 from vllm_h3_quant.methods.scope import TEXT_ENCODER, TRANSFORMER, without_match
 from vllm_h3_quant.survey import survey
@@ -25,6 +29,7 @@ from vllm_h3_quant.upstream.attention import Decision
 from vllm_h3_quant.upstream.attention import install as install_attention
 from vllm_h3_quant.upstream.lora import keep_on_device
 from vllm_h3_quant.upstream.model_loader import around_load_weights
+from vllm_h3_quant.upstream.platform import compute_device, compute_platform
 
 logger = get_logger(__name__)
 
@@ -49,8 +54,9 @@ def prepare(configs: Iterable[AskedConfig]) -> None:
     around_load_weights(partial(before_load, asked), partial(after_load, asked))
     if asked:
         install()
+        host_memory.install()
         weight_source.install(intake.claim)
-        keep_on_device(lambda pipeline: bool(_quantized(pipeline)))
+        keep_on_device(lambda pipeline: bool(_quantized(pipeline) or _hosted(pipeline)))
 
 
 def install() -> None:
@@ -76,6 +82,7 @@ def before_load(configs: Sequence[AskedConfig], loader: Any, model: Module) -> N
             that cannot be loaded.
     """
     od_config = loader.od_config
+    guard.check(od_config)
     if not _holds_ours(od_config):
         configs = []  # an engine before this one left them behind in this process
     if configs and _quantized(getattr(model, TRANSFORMER, model)):
@@ -94,6 +101,7 @@ def after_load(configs: Sequence[AskedConfig], loader: Any, model: Module) -> No
     """Refuse a layer that is not complete, let HSDP shard the DiT's; log and write what was loaded."""
     od_config = loader.od_config
     checkpoints = intake.finish()
+    _host(od_config, model)
     for layer in _quantized(model):
         layer.quant_method.process_weights_after_loading(layer)
     if od_config.parallel_config.use_hsdp:
@@ -108,6 +116,18 @@ def after_load(configs: Sequence[AskedConfig], loader: Any, model: Module) -> No
     report.write_if_asked(loaded)
 
 
+def _host(od_config: Any, model: Module) -> None:
+    """Take the linears that stay in host memory out of the model, and serve their outputs."""
+    hosted = _hosted(model)
+    if not hosted:
+        return
+    device = Device(compute_device(), compute_platform())
+    pinned = device.torch.type == "cuda" and bool(od_config.pin_cpu_memory)
+    for layer in hosted:
+        layer.quant_method.hold(layer, device.torch, pinned=pinned)
+    host_projections(model, lambda linear: isinstance(linear.quant_method, HostedLinearMethod), device)
+
+
 def _holds_ours(od_config: Any) -> bool:
     """Whether an engine was given a configuration of this package, for one component or for all."""
     held = od_config.quantization_config
@@ -118,6 +138,10 @@ def _holds_ours(od_config: Any) -> bool:
 
 def _quantized(model: Module) -> list[Any]:
     return [m for m in model.modules() if isinstance(getattr(m, "quant_method", None), H3LinearMethod)]
+
+
+def _hosted(model: Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(getattr(m, "quant_method", None), HostedLinearMethod)]
 
 
 def _holds_every_component(model: Module) -> bool:

@@ -18,18 +18,24 @@ from vllm_h3_quant.log import get_logger
 from vllm_h3_quant.methods.base import H3LinearMethod
 from vllm_h3_quant.methods.device import backend_for
 from vllm_h3_quant.methods.fp8 import H3Fp8LinearMethod
+from vllm_h3_quant.methods.hosted import HostedLinearMethod
 from vllm_h3_quant.methods.int8 import H3Int8LinearMethod
-from vllm_h3_quant.methods.scope import matches, quantizes, role_of
+from vllm_h3_quant.methods.scope import hosts, matches, quantizes, role_of
 from vllm_h3_quant.upstream import (
+    adaln,
     attention,
     curve,
     dit_block,
     factory,
     lora,
     model_loader,
+    offload,
+    offload_config,
     preflight,
+    process_store,
     weight_source,
 )
+from vllm_h3_quant.upstream.process_store import process_store as rank_store
 
 logger = get_logger(__name__)
 
@@ -108,6 +114,8 @@ class H3QuantConfig(QuantizationConfig):
             )
         self.seen.append(prefix)
         self.matched |= {entry for entry in self.options.ignored_layers if matches(prefix, entry)}
+        if hosts(self.options, prefix):
+            return HostedLinearMethod(prefix, rank_store())
         if not quantizes(self.options, prefix):
             return UnquantizedLinearMethod()
         return LINEAR_METHODS[self.options.method](self.options, prefix)
@@ -134,7 +142,19 @@ def build(method: str, options: Mapping[str, Any] | None = None, *, where: str) 
 @cache
 def check_upstream() -> None:
     """Refuse, once a process, to work with a vLLM-Omni whose patched symbols have moved."""
-    modules = (factory, model_loader, weight_source, lora, attention, dit_block, curve)
+    modules = (
+        factory,
+        model_loader,
+        weight_source,
+        lora,
+        attention,
+        dit_block,
+        curve,
+        offload,
+        offload_config,
+        adaln,
+        process_store,
+    )
     preflight.require(symbol for module in modules for symbol in module.SYMBOLS)
 
 

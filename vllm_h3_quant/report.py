@@ -55,6 +55,8 @@ class ComponentReport(BaseModel):
         quantized: those that hold 8-bit codes.
         kernels: quantized linears by GEMM backend.
         weight_bytes: bytes of all linears' parameters: weights, scales and biases.
+        hosted: linears whose weights stay in host memory.
+        hosted_bytes: bytes of those weights, which are none of ``weight_bytes``.
         attention: its attention layers.
         fusion: edges of its DiT blocks.
         checkpoint: what it was loaded from and how; empty where the engine loaded it by itself.
@@ -66,6 +68,8 @@ class ComponentReport(BaseModel):
     quantized: int
     kernels: dict[str, int]
     weight_bytes: int
+    hosted: int = 0
+    hosted_bytes: int = 0
     attention: AttentionReport = AttentionReport()
     fusion: EdgeReport = EdgeReport()
     checkpoint: str = ""
@@ -88,6 +92,7 @@ def lines(report: LoadReport) -> list[str]:
             f"{name}: {part.quantized} of {part.linears} linears quantized"
             + (f" by {report.method} ({_kernels(part.kernels)})" if part.quantized else "")
             + f", {part.weight_bytes / 2**20:.1f} MiB of linear weights on this rank"
+            + (f", {part.hosted_bytes / 2**20:.1f} MiB of {part.hosted} in host memory" if part.hosted else "")
         )
         if part.attention.quantized or part.attention.kept:
             said.append(f"{name}: {_attention(part.attention)}")

@@ -12,6 +12,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm_h3_quant.attention.implementation import QuantizedAttention
 from vllm_h3_quant.blocks.edges import Edge, obstacles, wants_fusion
 from vllm_h3_quant.methods.base import H3LinearMethod
+from vllm_h3_quant.methods.hosted import HostedLinearMethod
 from vllm_h3_quant.report import AttentionReport, ComponentReport, EdgeReport, LoadReport
 from vllm_h3_quant.upstream import dit_block
 from vllm_h3_quant.upstream.attention import decision_of, layers
@@ -47,12 +48,15 @@ def _by_component(named: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _component(linears: list[LinearBase], attention: list[Any], blocks: list[Any]) -> ComponentReport:
+    hosted = [layer for layer in linears if isinstance(layer.quant_method, HostedLinearMethod)]
     methods = [layer.quant_method for layer in linears if isinstance(layer.quant_method, H3LinearMethod)]
     return ComponentReport(
         linears=len(linears),
         quantized=len(methods),
         kernels=dict(Counter(method.backend.name for method in methods)),
         weight_bytes=sum(p.numel() * p.element_size() for layer in linears for p in layer.parameters(recurse=False)),
+        hosted=len(hosted),
+        hosted_bytes=sum(layer.weight.numel() * layer.weight.element_size() for layer in hosted),
         attention=_attention(attention),
         fusion=_fusion([obstacles(block) for block in blocks if wants_fusion(block)]),
     )

@@ -103,9 +103,20 @@ def matches(name: str, entry: str) -> bool:
 def quantizes(options: H3QuantOptions, name: str) -> bool:
     """Whether ``options`` make codes of the linear ``name``; False for a name of no role."""
     role = role_of(name)
-    if role is None or not role.quantized or (role.adaln and options.adaln == "keep"):
+    if role is None or not role.quantized or (role.adaln and options.adaln != "quantize"):
         return False
     return not any(matches(name, entry) for entry in options.ignored_layers)
+
+
+def hosts(options: H3QuantOptions, name: str) -> bool:
+    """Whether ``options`` keep the weight of the linear ``name`` in host memory."""
+    role = role_of(name)
+    return (
+        options.adaln == "host"
+        and role is not None
+        and role.adaln
+        and not any(matches(name, entry) for entry in options.ignored_layers)
+    )
 
 
 def without_match(entry: str, names: Sequence[str]) -> str:
