@@ -1,0 +1,78 @@
+"""Run requests on two ranks over gloo in each way to hold the weights, and save each rank's latents and host memory.
+
+    python offload_ranks.py OUT_DIR '{"name": {"model": ROOT, "config": {...}, "fields": {}, "split": "ulysses"}, ...}'
+
+Writes ``OUT_DIR/NAME.rankR.pt``: ``latents`` of two requests and ``held``, in bytes by kind. ``split`` is a key of
+:data:`SPLITS`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_h3_quant.dlo import pages, sharing
+from vllm_h3_quant.testing.denoise import Clip, denoise, denoise_inputs, offload
+from vllm_h3_quant.testing.engine import free_port, load_pipeline, process_groups
+
+STEPS = 2
+CLIP = Clip(64, 64, 39)
+COMPONENTS = {"transformer": True, "vae": True, "text_encoder": False, "vae_encoder": True}
+SPLITS: dict[str, dict[str, Any]] = {
+    "ulysses": {"ulysses_degree": 2},
+    "tensor_parallel": {"tensor_parallel_size": 2},
+    "hsdp": {"use_hsdp": True, "hsdp_shard_size": 2},
+}
+
+
+def serve(rank: int, out: str, ports: dict[str, int], runs: str) -> None:
+    torch.set_num_threads(1)
+    sharing.SMALLEST = 4096  # a block of the tiny model is smaller than what is worth sharing
+    found: dict[str, list[tuple[str, Any]]] = {split: [] for split in SPLITS}
+    for name, run in json.loads(runs).items():
+        found[run["split"]].append((name, run))
+    for split, group in found.items():
+        with process_groups(rank=rank, port=ports[split], **{split: 2}):
+            for name, run in group:
+                torch.save(serve_one(rank, run), Path(out) / f"{name}.rank{rank}.pt")
+                gc.collect()
+                torch.distributed.barrier()
+
+
+def serve_one(rank: int, run: dict[str, Any]) -> dict[str, Any]:
+    device = torch.device("cpu")
+    pipeline = load_pipeline(
+        Path(run["model"]),
+        run["config"],
+        rank=rank,
+        num_gpus=2,
+        parallel_config=SPLITS[run["split"]],
+        pin_cpu_memory=False,
+        model_loaded=COMPONENTS,
+        **run["fields"],
+    )
+    backend = offload(pipeline, device)
+    latents = []
+    for _ in range(2):
+        inputs = denoise_inputs(pipeline, CLIP, schedule=STEPS)
+        latents.append(denoise(pipeline, inputs, pipeline.transformer, steps=STEPS, device=device))
+    torch.distributed.barrier()  # no rank lets go of what another has yet to map
+    found = {"latents": latents, "held": asdict(pages.held())}
+    if backend is not None:
+        backend.shutdown()
+    return found
+
+
+def main(out: str, runs: str) -> None:
+    ports = {split: free_port() for split in SPLITS}
+    torch.multiprocessing.spawn(serve, (out, ports, runs), nprocs=2)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

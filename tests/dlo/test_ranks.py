@@ -1,0 +1,97 @@
+"""Two ranks over gloo: the same latents wherever the weights lie, and one copy of them a host."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_h3_quant.export.config import parse_request
+from vllm_h3_quant.export.run import export
+
+SCRIPT = Path(__file__).with_name("offload_ranks.py")
+LAYERWISE = {"enable_layerwise_offload": True}
+RANK_LOCAL = {"enable_distributed_layerwise_offload": True, "dlo_use_allgather": False}
+ALLGATHER = {"enable_distributed_layerwise_offload": True}
+KEEP, HOST = ({"transformer": {"method": "h3_fp8", "adaln": adaln}} for adaln in ("keep", "host"))
+PAGE = os.sysconf("SC_PAGESIZE")
+
+pytestmark = pytest.mark.timeout(290)
+
+
+@pytest.fixture(scope="module")
+def found(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each rank saved of each run."""
+    out = tmp_path_factory.mktemp("ranks")
+    exported = out / "export"
+    # gloo has no 8-bit floats; codes of an export are the same for all ranks, which is what gathering needs.
+    export(tiny_h3, exported, parse_request({"transformer": {"method": "h3_int8"}}, where="test"))
+    tiny, stored = str(tiny_h3), {"transformer": {"method": "h3_int8", "checkpoint": "vllm-h3-quant"}}
+    runs = {
+        "keep": (tiny, KEEP, {}, "ulysses"),
+        "host": (tiny, HOST, {}, "ulysses"),
+        "host layerwise": (tiny, HOST, LAYERWISE, "ulysses"),
+        "host rank-local": (tiny, HOST, RANK_LOCAL, "ulysses"),
+        "export": (str(exported), stored, {}, "ulysses"),
+        "export allgather": (str(exported), stored, ALLGATHER, "ulysses"),
+        "tp keep": (tiny, KEEP, {}, "tensor_parallel"),
+        "tp host": (tiny, HOST, {}, "tensor_parallel"),
+        "tp host rank-local": (tiny, HOST, RANK_LOCAL, "tensor_parallel"),
+        "hsdp keep": (tiny, KEEP, {}, "hsdp"),
+        "hsdp host": (tiny, HOST, {}, "hsdp"),
+    }
+    named = {name: dict(zip(("model", "config", "fields", "split"), run, strict=True)) for name, run in runs.items()}
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, SCRIPT, out, json.dumps(named)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return {name: [torch.load(out / f"{name}.rank{rank}.pt") for rank in (0, 1)] for name in runs}
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("host", "keep"),
+        ("host layerwise", "keep"),
+        ("host rank-local", "keep"),
+        ("export allgather", "export"),
+        ("tp host", "tp keep"),
+        ("tp host rank-local", "tp keep"),
+        ("hsdp host", "hsdp keep"),
+    ],
+)
+def test_latents_have_the_same_bytes(found: dict[str, list[Any]], name: str, reference: str) -> None:
+    for ours, theirs in zip(found[name], found[reference], strict=True):
+        for request in ours["latents"]:
+            assert all(map(torch.equal, request, theirs["latents"][0]))
+
+
+@pytest.mark.parametrize("name", ["host", "host layerwise", "host rank-local"])
+def test_what_ranks_hold_alike_is_there_once(found: dict[str, list[Any]], name: str) -> None:
+    ranks = [rank["held"] for rank in found[name]]
+    everything = {rank["own"] + rank["foreign"] for rank in ranks}
+    assert len(everything) == 1
+    # Small buffers are not shared: two ranks have them each.
+    own = sum(rank["own"] for rank in ranks)
+    assert everything.pop() <= own <= 1.02 * (ranks[0]["own"] + ranks[0]["foreign"]) + 16 * PAGE
+
+
+def test_shares_of_tensor_parallel_ranks_are_their_own(found: dict[str, list[Any]]) -> None:
+    assert all(rank["held"]["foreign"] == 0 for rank in found["tp host"])
+
+
+def test_a_rank_holds_its_share_of_what_is_gathered(found: dict[str, list[Any]]) -> None:
+    one, other = (rank["held"]["own"] for rank in found["export allgather"])
+    assert abs(one - other) <= PAGE
+    assert not found["export allgather"][0]["held"]["foreign"]
