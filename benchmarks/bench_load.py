@@ -11,25 +11,22 @@ process had before: ``anon`` is its own memory, ``file`` mapped pages of the che
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
+from figures import GIB, difference, gib, median, spread, unmeasured
+from model_folder import architecture, transformer
+from processes import NotMeasured, run
 from weight_files import cached, drop_pages, total_bytes, weight_files
 
 from vllm_h3_quant.config import NAMES as OURS
 from vllm_h3_quant.errors import H3QuantError
-from vllm_h3_quant.loader.architecture import Architecture
-from vllm_h3_quant.loader.checkpoint import open_checkpoint, read_json
+from vllm_h3_quant.loader.checkpoint import open_checkpoint
 from vllm_h3_quant.loader.formats import Kind, detect
 from vllm_h3_quant.names import REPLACE_VARIABLE, replaced
 from vllm_h3_quant.testing.bench_report import Environment, Row, environment, print_table, write_csv
@@ -40,7 +37,6 @@ STOCK = ("fp8", "int8")
 EXPORT = "export"
 LOADED = ("bf16", *STOCK, *OURS, EXPORT)
 OFFLOADS = {"cpu": "enable_cpu_offload", "layerwise": "enable_layerwise_offload"}
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -63,10 +59,6 @@ class Load:
         quantization = None if self.name in ("bf16", EXPORT) else self.name
         fields = {OFFLOADS[self.offload]: True} if self.offload else {}
         return {"model": str(model), "quantization": quantization, "fields": fields}
-
-
-class NotMeasured(RuntimeError):
-    """A process did not give a result; the message is what the row says."""
 
 
 def check_variants(text: str) -> tuple[Load, ...]:
@@ -139,8 +131,9 @@ def sizes(model: Path) -> dict[str, int]:
     Raises:
         H3QuantError: there is no model.
     """
-    config = transformer(model) / "config.json"
-    found = Architecture.from_config(read_json(config), where=str(config))
+    found = architecture(model)
+    if not weight_files(model):
+        raise H3QuantError(f"{model} holds no weights; give another, or --layers N and a folder that is free")
     return {"layers": found.num_layers, "hidden": found.hidden_size}
 
 
@@ -155,18 +148,6 @@ def check_export(model: Path) -> None:
         raise H3QuantError(
             f"--export {model} is {found.name}; write one with vllm-h3-quant export {model} OUT --method h3_fp8"
         )
-
-
-def transformer(model: Path) -> Path:
-    """The folder of a model's transformer.
-
-    Raises:
-        H3QuantError: there is no model.
-    """
-    for folder in (model / "FL2VA" / "transformer", model / "transformer"):
-        if (folder / "config.json").is_file() and weight_files(model):
-            return folder
-    raise H3QuantError(f"{model} is no model root; give one, or --layers N to write a synthetic one at --model")
 
 
 class _Bench:
@@ -198,7 +179,7 @@ class _Bench:
         except NotMeasured as error:
             self._add(title, [], nbytes, {}, unavailable=str(error))
             return None
-        self._add(title, found["seconds"], nbytes, {"cached": _median(found["cached"])}, found["environment"])
+        self._add(title, found["seconds"], nbytes, {"cached": median(found["cached"])}, found["environment"])
         return statistics.median(found["seconds"])
 
     def _load(self, load: Load, model: Path, files: Sequence[Path], nbytes: int, plain: float | None) -> None:
@@ -215,17 +196,17 @@ class _Bench:
         seconds = [one["weights_s"] for one in found]
         extra = {
             "of plain read": None if plain is None else plain / statistics.median(seconds),
-            "load s": _median([one["load_s"] for one in found]),
-            "device": _gib([one["device"]["final"] for one in found]),
-            "device peak": _gib([one["device"]["peak"] for one in found]),
-            "over final": _gib([_difference(one["device"]["peak"], one["device"]["final"]) for one in found]),
-            "reserved": _gib([one["device"]["reserved"] for one in found]),
-            "host peak": _gib([one["host"]["host"] for one in found]),
-            "anon": _gib([one["host"]["anonymous"] for one in found]),
-            "file": _gib([one["host"]["file"] for one in found]),
-            "shmem": _gib([one["host"]["shared"] for one in found]),
-            "pinned": _gib([one["device"]["pinned"] for one in found]),
-            "cached": _median(parts),
+            "load s": median([one["load_s"] for one in found]),
+            "device": gib([one["device"]["final"] for one in found]),
+            "device peak": gib([one["device"]["peak"] for one in found]),
+            "over final": gib([difference(one["device"]["peak"], one["device"]["final"]) for one in found]),
+            "reserved": gib([one["device"]["reserved"] for one in found]),
+            "host peak": gib([one["host"]["host"] for one in found]),
+            "anon": gib([one["host"]["anonymous"] for one in found]),
+            "file": gib([one["host"]["file"] for one in found]),
+            "shmem": gib([one["host"]["shared"] for one in found]),
+            "pinned": gib([one["device"]["pinned"] for one in found]),
+            "cached": median(parts),
         }
         self._add(str(load), seconds, nbytes, extra, found[0]["environment"])
 
@@ -238,27 +219,22 @@ class _Bench:
         where: Mapping[str, Any] | None = None,
         unavailable: str | None = None,
     ) -> None:
-        low, median, high = (float(t) for t in np.percentile(seconds, (20, 50, 80))) if seconds else (None, None, None)
+        middle = statistics.median(seconds) if seconds else None
         row = Row(
             benchmark="load",
             case=self._case,
             variant=variant,
-            ms=_scaled(median, 1e3),
-            ms_p20=_scaled(low, 1e3),
-            ms_p80=_scaled(high, 1e3),
+            **spread(seconds),
             repetitions=len(seconds),
-            gb_s=nbytes / median / 1e9 if median else None,
+            gb_s=nbytes / middle / 1e9 if middle else None,
             tflop_s=None,
-            extra={"GiB": nbytes / GIB, "GiB/s": nbytes / median / GIB if median else None, **extra},
+            extra={"GiB": nbytes / GIB, "GiB/s": nbytes / middle / GIB if middle else None, **extra},
             unavailable=unavailable,
-            environment=Environment(**where) if where else self._environment(),
+            # This process asks no GPU, which would take memory of it.
+            environment=Environment(**where) if where else unmeasured(self.rows, environment(torch.device("cpu"))),
         )
         self.rows.append(row)
         write_csv(self._out / "load.csv", [row])
-
-    def _environment(self) -> Environment:
-        """Of a row without a measurement; this process asks no GPU, which would take memory of it."""
-        return self.rows[-1].environment if self.rows else replace(environment(torch.device("cpu")), gpu="unknown")
 
     def _run(self, script: str, request: Mapping[str, Any], name: str) -> Any:
         """The result of a script in a process of its own.
@@ -266,43 +242,7 @@ class _Bench:
         Raises:
             NotMeasured: it failed, or took longer than the limit.
         """
-        log = self._out / "load.log"
-        with tempfile.TemporaryDirectory() as scratch, log.open("ab") as stream:
-            asked, result = Path(scratch) / "request.json", Path(scratch) / "result.json"
-            asked.write_text(json.dumps(request))
-            stream.write(f"== {name}\n".encode())
-            stream.flush()
-            begin = stream.tell()
-            command = [sys.executable, str(HERE / script), str(asked), str(result)]
-            process = subprocess.Popen(command, stdout=stream, stderr=subprocess.STDOUT)
-            try:
-                code = process.wait(self._limit)
-            except subprocess.TimeoutExpired:
-                raise NotMeasured(f"took more than {self._limit:g} s, see {log}") from None
-            finally:
-                process.kill()  # nothing happens to one that has ended
-                process.wait()  # until its memory is free again
-            if code == 0 and result.is_file():
-                return json.loads(result.read_text())
-        said = log.read_bytes()[begin:].decode(errors="replace").strip().splitlines()
-        raise NotMeasured(f"exit code {code}, see {log}: {said[-1][:200] if said else 'it said nothing'}")
-
-
-def _median(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None
-
-
-def _gib(values: Sequence[int | None]) -> float | None:
-    return _scaled(_median(values), 1 / GIB)
-
-
-def _scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
-
-
-def _difference(more: int | None, less: int | None) -> int | None:
-    return None if more is None or less is None else more - less
+        return run(HERE / script, [request], name, log=self._out / "load.log", limit=self._limit)[0]
 
 
 if __name__ == "__main__":

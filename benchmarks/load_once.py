@@ -12,6 +12,8 @@ import json
 import sys
 import threading
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -69,9 +71,7 @@ class HostMemory:
 
         ``host`` is all of it.
         """
-        found: dict[str, int | None] = {
-            name: self._peaks[key] - self._before[key] if key in self._before else None for key, name in _KINDS.items()
-        }
+        found = grown(self._before, self._peaks)
         highest = self._peaks.get("VmHWM", 0)
         # Without the reset, a maximum that did not grow is of the time before.
         if self._reset or highest > self._before.get("VmHWM", 0):
@@ -97,37 +97,55 @@ def status() -> dict[str, int]:
     return found
 
 
+def grown(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int | None]:
+    """Bytes between two of :func:`status` by kind; None for what this system does not count."""
+    return {name: now[key] - before[key] if key in before else None for key, name in _KINDS.items()}
+
+
+@contextmanager
+def engine(*, rank: int = 0, **ranks: Any) -> Iterator[torch.device]:
+    """The engine imported, its groups there, and nothing of a model yet; yields this rank's device.
+
+    Args:
+        rank: this process's rank.
+        ranks: more of :func:`process_groups`.
+    """
+    from vllm.platforms import current_platform
+    from vllm_omni.platforms import current_omni_platform
+
+    from vllm_h3_quant import plugin
+    from vllm_h3_quant.testing.engine import process_groups
+
+    plugin.register_general()
+    for module in IMPORTED:
+        import_module(module)
+    device = current_omni_platform.get_torch_device(rank)
+    with process_groups(rank=rank, **ranks):
+        current_platform.import_kernels()
+        if device.type == "cuda":
+            torch.ones(1, device=device)  # the context is no part of the load
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        gc.collect()
+        yield device
+
+
 def load(request: dict[str, Any]) -> dict[str, Any]:
     """One load: seconds, bytes of device and host.
 
     ``weights_s`` begins with the first tensor that the engine asks for and ends when the pipeline is loaded, with all
     that is quantized or moved; ``load_s`` also has the construction of the model.
     """
-    from vllm.platforms import current_platform
-    from vllm_omni.platforms import current_omni_platform
+    from vllm_h3_quant.testing.engine import load_pipeline
 
-    from vllm_h3_quant import plugin
-    from vllm_h3_quant.testing.engine import load_pipeline, process_groups
-
-    plugin.register_general()
-    for module in IMPORTED:
-        import_module(module)
-    device = current_omni_platform.get_torch_device(0)
-    on_gpu = device.type == "cuda"
     loaders: list[Any] = []
-    with process_groups():
-        current_platform.import_kernels()
-        if on_gpu:
-            torch.ones(1, device=device)  # the context is no part of the load
-            torch.cuda.synchronize(device)
-            torch.cuda.reset_peak_memory_stats(device)
-        gc.collect()
+    with engine() as device:
         with HostMemory() as host:
             start = time.perf_counter()
             pipeline = load_pipeline(
                 Path(request["model"]), request["quantization"], watch=loaders.append, **request["fields"]
             )
-            if on_gpu:
+            if device.type == "cuda":
                 torch.cuda.synchronize(device)
             end = time.perf_counter()
         gc.collect()
