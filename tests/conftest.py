@@ -17,19 +17,19 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-_APART = {"tests/e2e/test_checkpoint_clips.py"}
-"""Files of ``e2e`` with clips of their own."""
+_SHARED = {f"tests/e2e/test_{name}.py" for name in ("attention_clips", "fused_clips", "python_api", "two_ranks")}
+"""Files that compare the same clips."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Files stay together, and so do tests of ``e2e`` that share clips."""
+    """Files stay together, and so do those that share clips."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", 1)[0]
-            return "e2e" if file.startswith("tests/e2e/") and file not in _APART else file
+            return "clips" if file in _SHARED else file
 
     return ByFile(config, log)
 

@@ -51,6 +51,15 @@ def served(tiny_h3: Path, exports: dict[str, Path], tmp_path_factory: pytest.Tem
         "arguments": {"quantization_config": {"method": FP8, "allow_unverified_curve": True}},
     }
     runs["full_adaln"] = {"arguments": {"quantization_config": {"method": FP8, "adaln": "keep"}}}
+    runs["hosted_adaln"] = {
+        "arguments": {
+            "quantization_config": {"method": FP8, "adaln": "host"},
+            "enable_distributed_layerwise_offload": True,
+            "dlo_use_allgather": False,
+            "pin_cpu_memory": False,
+        },
+        "requests": 2,
+    }
     for method, root in exports.items():
         runs[f"export {method}"] = {"model": str(root)}
     runs["export layerwise"] = {
@@ -92,6 +101,17 @@ def test_an_export_is_served_without_a_flag_and_changes_nothing(
     assert served[export].quantized == served[online].quantized
     for part in served[export].report.components.values():
         assert f"codes of {part.quantized} linears are used as they are, 0 are decoded" in part.checkpoint
+
+
+def test_adaln_on_the_host_changes_nothing(served: dict[str, Generated]) -> None:
+    """And no step of a request comes unannounced."""
+    hosted, kept = served["hosted_adaln"], served["full_adaln"]
+    for name, array in hosted.arrays.items():
+        assert np.array_equal(array, kept.arrays[f"{name[:-1]}0"]), name
+    part, whole = (clip.report.components["transformer"] for clip in (hosted, kept))
+    assert part.hosted == 4
+    assert part.weight_bytes < whole.weight_bytes - part.hosted_bytes + 4096
+    assert "is in no schedule" not in hosted.log
 
 
 ONE_MORE_ROUNDING = 4.0
