@@ -1,4 +1,4 @@
-"""Run requests on two ranks over gloo in each way to hold the weights, and save each rank's latents and host memory.
+"""Run requests on two ranks in each way to hold the weights, and save each rank's latents and host memory.
 
     python offload_ranks.py OUT_DIR '{"name": {"model": ROOT, "config": {...}, "fields": {}, "split": "ulysses"}, ...}'
 
@@ -46,14 +46,16 @@ def serve(rank: int, out: str, ports: dict[str, int], runs: str) -> None:
 
 
 def serve_one(rank: int, run: dict[str, Any]) -> dict[str, Any]:
-    device = torch.device("cpu")
+    from vllm_omni.platforms import current_omni_platform
+
+    device = current_omni_platform.get_torch_device(rank)
     pipeline = load_pipeline(
         Path(run["model"]),
         run["config"],
         rank=rank,
         num_gpus=2,
         parallel_config=SPLITS[run["split"]],
-        pin_cpu_memory=False,
+        pin_cpu_memory=device.type == "cuda",
         model_loaded=COMPONENTS,
         **run["fields"],
     )
@@ -61,12 +63,13 @@ def serve_one(rank: int, run: dict[str, Any]) -> dict[str, Any]:
     latents = []
     for _ in range(2):
         inputs = denoise_inputs(pipeline, CLIP, schedule=STEPS)
-        latents.append(denoise(pipeline, inputs, pipeline.transformer, steps=STEPS, device=device))
+        found = denoise(pipeline, inputs, pipeline.transformer, steps=STEPS, device=device)
+        latents.append([tensor.cpu() for tensor in found])
     torch.distributed.barrier()  # no rank lets go of what another has yet to map
-    found = {"latents": latents, "held": asdict(pages.held())}
+    result = {"latents": latents, "held": asdict(pages.held())}
     if backend is not None:
         backend.shutdown()
-    return found
+    return result
 
 
 def main(out: str, runs: str) -> None:

@@ -17,6 +17,7 @@ from vllm_h3_quant.export.config import parse_request
 from vllm_h3_quant.export.run import export
 from vllm_h3_quant.survey import survey
 from vllm_h3_quant.testing.tiny_h3.formats import write_format
+from vllm_h3_quant.upstream.platform import compute_device
 
 HOST: dict[str, Any] = {"transformer": {"method": "h3_fp8", "adaln": "host"}}
 KEEP: dict[str, Any] = {"transformer": {"method": "h3_fp8", "adaln": "keep"}}
@@ -27,7 +28,7 @@ def outputs(pipeline: Any, *timesteps: float) -> list[torch.Tensor]:
     """Of all AdaLN projections of the DiT, as a forward asks for them."""
     dit = pipeline.transformer
     with torch.inference_mode():
-        embedding = dit.time_embedder(torch.tensor(timesteps))
+        embedding = dit.time_embedder(torch.tensor(timesteps, device=compute_device()))
         dit.adaln_cache.prepare(embedding)
         layers = [*dit.blocks, dit.final_layer]
         return [part for layer in layers for part in layer.adaln_proj(embedding)]
@@ -81,7 +82,7 @@ def test_some_of_them(load_pipeline: Load) -> None:
 
 def test_a_projection_that_is_called_by_itself(load_pipeline: Load) -> None:
     linear = linears(load_pipeline(HOST))[0]
-    x = torch.randn(3, linear.input_size, dtype=torch.bfloat16)
+    x = torch.randn(3, linear.input_size, dtype=torch.bfloat16, device=compute_device())
     expected = linears(load_pipeline(KEEP))[0](x)[0]
     assert torch.equal(linear(x)[0], expected)
 

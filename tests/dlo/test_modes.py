@@ -132,8 +132,9 @@ def test_a_lora_comes_and_goes(
 def test_host_memory_is_that_of_the_blocks(models: dict[int, Path], load: Load, device: torch.device) -> None:
     """To the page: no rounding to powers of two."""
     gc.collect()
-    before = pages.held().own
-    runs = Runs(load(models[3], CONFIGS["h3_fp8"], **LAYERWISE), device)
+    pipeline = load(models[3], CONFIGS["h3_fp8"], **LAYERWISE)
+    before = pages.held().own  # of the VAEs, which are staged whole
+    runs = Runs(pipeline, device)
     blocks = runs.pipeline.transformer.blocks
     nbytes = sum(len(layout[3]) for layout in runs.before.values())
     dtypes = {layout[0] for layout in runs.before.values()}
@@ -152,6 +153,7 @@ def test_two_dits_in_one_pipeline(tmp_path: Path, load: Load, device: torch.devi
     for mode in (LAYERWISE, RANK_LOCAL, RANK_LOCAL | {"dlo_resident_layers": 1}):
         one, other = (load(model, CONFIGS["host"], **mode) for model in models)
         one.transformers_ref = other.transformer
+        one._dit_modules = ["transformer", "transformers_ref"]
         runs = Runs(one, device)
         for _ in range(2):
             assert same(runs.request(0), expected[0])

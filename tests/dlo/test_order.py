@@ -18,8 +18,8 @@ from vllm_h3_quant.dlo.device import Copies
 
 pytestmark = pytest.mark.gpu
 
-CYCLES = 3_000_000
-"""Of a kernel that waits: more than a millisecond, in which all blocks of the tiny model are copied many times."""
+CYCLES = 40_000_000
+"""Of a kernel that waits: 20 ms or more, in which the host gets several blocks of the tiny model ahead."""
 
 
 def wait() -> None:
@@ -102,4 +102,10 @@ def test_a_wait_that_is_left_out_shows(
     monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, stream: None)
     if config == "host":
         runs.pipeline.transformer.adaln_cache.clear()
-    assert not same(runs.request(0), expected[0])
+    try:
+        found = runs.request(0)
+    except ValueError as error:
+        shows = "must be finite" in str(error)  # the engine itself looks at each step
+    else:
+        shows = not same(found, expected[0])
+    assert shows
