@@ -111,3 +111,14 @@ def test_e2m1_is_its_bits() -> None:
 def test_convrot_group_of_the_writer(columns: int, group: int) -> None:
     assert codes.convrot_group(columns) == group
     assert group == 0 or columns % group == 0
+
+
+@pytest.mark.parametrize("row_block", [1, 3, 4, 100])
+def test_scales_of_some_rows(row_block: int) -> None:
+    """Those of ``scale[n // row_block]``, from any row on."""
+    scale = torch.rand(-(-20 // row_block), 2)
+    expected = torch.stack([scale[row // row_block] for row in range(20)])
+    coding = Scaled(scale, row_block, 8)
+    for first in range(20):
+        for count in range(1, 21 - first):
+            assert torch.equal(coding.row_scale(first, count), expected[first : first + count])

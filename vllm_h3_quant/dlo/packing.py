@@ -64,18 +64,25 @@ def pack(
     length = -(-(at[-1].offset + at[-1].room) // ranks)
     first, last = rank * length, (rank + 1) * length
     # Fresh pages are zeros.
-    raw = pages.allocate(max(length, 1) * dtype.itemsize, pinned=pinned, shareable=store is not None)
+    # A GPU copies into pinned pages; the host's own threads fill fresh ones faster than CUDA would.
+    early = pinned and any(tensor.is_cuda for tensor in tensors)
+    raw = pages.allocate(max(length, 1) * dtype.itemsize, pinned=early, shareable=store is not None)
     buffer = raw.view(dtype)[:length]
     for tensor, place, span in zip(tensors, at, spans, strict=True):
         low, high = max(place.offset, first), min(place.offset + span, last)
         if low < high:
             _copy(tensor, buffer[low - first : high - first], low - place.offset, span)
-    return shared(raw, store, pinned=pinned).view(dtype)[:length], at
+    raw = shared(raw, store, pinned=pinned)
+    if pinned:
+        pages.pin(raw)
+    return raw.view(dtype)[:length], at
 
 
 def pinned_copy(source: torch.Tensor) -> torch.Tensor:
     """``(bytes,)`` uint8 of a host tensor, pinned to its exact size."""
-    return pages.allocate(source.numel(), pinned=True).copy_(source)
+    copy = pages.allocate(source.numel(), pinned=False).copy_(source)
+    pages.pin(copy)
+    return copy
 
 
 def _span(tensor: torch.Tensor) -> int:

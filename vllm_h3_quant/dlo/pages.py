@@ -1,8 +1,9 @@
 """Host memory of an exact size, pinned where it lies.
 
 PyTorch's pinned allocator rounds to powers of two: 50 blocks of 0.6 GiB would take 50 GiB. Here pages come from the
-system one by one and are registered with CUDA in place, which is also faster: 0.06 s a GiB on an H200's host, where
-``pin_memory=True`` took 0.7 s.
+system and are registered with CUDA in place, which is also faster. Seconds a GiB on an H200's host (kernel 6.18), where
+``pin_memory=True`` takes 0.7 s: registering pages that have been written 0.04, fresh ones 0.31, fresh ones of 2 MiB
+0.17, and fresh ones of a memory file 0.49.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import mmap
 import os
 import sys
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +77,7 @@ def allocate(nbytes: int, *, pinned: bool, shareable: bool = False) -> torch.Ten
         if shareable:
             fd = os.memfd_create(NAME)
             os.ftruncate(fd, nbytes)
-        pages = _Pages(fd, nbytes)
+        pages = _Pages(fd, nbytes) if shareable else _private(nbytes)
     except OSError as error:
         if fd >= 0:
             os.close(fd)
@@ -140,6 +142,16 @@ def held() -> Held:
         foreign=sum(_whole_pages(p) for p in pages if p.foreign),
         pinned=sum(_whole_pages(p) for p in pages if p.pinned),
     )
+
+
+def _private(nbytes: int) -> _Pages:
+    """Memory of this process alone."""
+    pages = _Pages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A fork would copy every page that is pinned.
+    pages.madvise(mmap.MADV_DONTFORK)
+    with suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def _whole_pages(pages: _Pages) -> int:

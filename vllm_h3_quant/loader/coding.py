@@ -67,14 +67,17 @@ class Scaled:
         return self.scale.shape[1] == 1 and not self.regular
 
     def row_scale(self, row: int, count: int) -> torch.Tensor:
-        """``(count, 1)`` scales of the rows from ``row`` on; for :attr:`by_rows`."""
-        index = torch.arange(row, row + count, device="cpu") // self.row_block
-        return self.scale[index]
+        """``(count, columns of scale)`` scales of the rows from ``row`` on; one column for :attr:`by_rows`."""
+        # Slices where a row has a scale of its own: the host's threads are busy reading while a linear is loaded.
+        if self.row_block == 1:
+            return self.scale[row : row + count]
+        first = row // self.row_block
+        found = self.scale[first : (row + count - 1) // self.row_block + 1].repeat_interleave(self.row_block, dim=0)
+        return found[row - first * self.row_block :][:count]
 
     def decode(self, raw: torch.Tensor, row: int) -> torch.Tensor:
         """fp32 values of codes whose first row is ``row`` in the file."""
-        rows = torch.arange(row, row + raw.shape[0], device="cpu") // self.row_block
-        scale = self.scale[rows].to(raw.device)
+        scale = self.row_scale(row, raw.shape[0]).to(raw.device)
         if scale.shape[1] > 1:
             scale = scale.repeat_interleave(self.column_block, dim=1)[:, : raw.shape[1]]
         values = raw.float() * scale

@@ -25,6 +25,7 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, Unqu
 from vllm.model_executor.utils import set_weight_attrs
 
 from vllm_h3_quant.config import H3QuantOptions
+from vllm_h3_quant.dlo.returning import return_to_host
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.formats import CodeFormat
 from vllm_h3_quant.kernels.gemm import Backend, scaled_gemm
@@ -176,7 +177,7 @@ class H3LinearMethod(LinearMethodBase):
         layer._already_called_process_weights_after_loading = True
         keep_dtypes(layer)
         if self._offload_after_quant:
-            layer.to("cpu")
+            return_to_host(layer)
 
     def store_for_sharding(self, layer: LinearBase) -> None:
         """Keep the codes by rows from now on, so that HSDP can shard them. Call once the layer is quantized."""
