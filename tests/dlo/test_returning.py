@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from cuda_runtime import Runtime
 
 from vllm_h3_quant.dlo import pages, returning
 from vllm_h3_quant.dlo.returning import page_copy, return_to_host
@@ -28,6 +29,13 @@ def test_a_copy_keeps_strides_and_bytes() -> None:
     del copy
     gc.collect()
     assert pages.held().own == before
+
+
+def test_pages_that_cuda_does_not_register(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error=2))
+    tensor = torch.randn(3, 5)
+    assert torch.equal(page_copy(tensor, pinned=True), tensor)
+    assert pages.held().pinned == 0
 
 
 @pytest.mark.gpu

@@ -12,6 +12,10 @@ import torch
 from torch.nn import Module
 
 from vllm_h3_quant.dlo import pages
+from vllm_h3_quant.errors import H3QuantError
+from vllm_h3_quant.log import get_logger
+
+logger = get_logger(__name__)
 
 SMALLEST = 2**20
 """Bytes below which a tensor is not worth pages of its own."""
@@ -19,6 +23,8 @@ SMALLEST = 2**20
 
 def return_to_host(module: Module) -> None:
     """Move a module's parameters and buffers to the host, each with its strides; on return they are there.
+
+    Pages that CUDA does not register are copied to as pageable memory: where weights must be pinned, offload says so.
 
     Raises:
         H3QuantError: the host has no memory left for them.
@@ -31,6 +37,11 @@ def return_to_host(module: Module) -> None:
 
 def page_copy(tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
     """A copy of a dense tensor in host pages of its own, with the same strides."""
-    raw = pages.allocate(tensor.numel() * tensor.element_size(), pinned=pinned)
+    raw = pages.allocate(tensor.numel() * tensor.element_size(), pinned=False)
+    if pinned:
+        try:
+            pages.pin(raw)
+        except H3QuantError as error:
+            logger.warning_once("Loaded layers return to the host slowly: %s", str(error))
     copy = torch.as_strided(raw.view(tensor.dtype), tensor.shape, tensor.stride())
     return copy.copy_(tensor)
