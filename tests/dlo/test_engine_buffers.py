@@ -74,7 +74,7 @@ def test_a_module_that_is_staged_whole() -> None:
     module = block()
     before = [tensor.clone() for tensor in (*module.parameters(), *module.buffers())]
     groups, own, pinned = held_for(lambda: PinnedModuleStager._snapshot_groups((module,), pin_memory=True))
-    assert own == pinned == WHOLE_PAGES
+    assert own == pinned == 76 * 4096  # 300 KiB, 1,280 and 2,432 bytes in one buffer
     assert all(group.master.data_ptr() % ALIGNMENT == 0 for group in groups)
     found = [PinnedModuleStager._view(group.master, binding) for group in groups for binding in group.bindings]
     assert all(map(torch.equal, found, before))

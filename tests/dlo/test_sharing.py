@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda_runtime import Runtime
 
 from vllm_h3_quant.dlo import pages, sharing
+from vllm_h3_quant.dlo.packing import ALIGNMENT, pinned_copies
 from vllm_h3_quant.dlo.sharing import SMALLEST, shared
 
 NBYTES = SMALLEST + 4099
@@ -83,6 +85,43 @@ def confused(store: torch.distributed.Store, rank: int) -> tuple[bool, bool]:
 
 def test_sums_that_agree_by_chance_do_no_harm(tmp_path: Path) -> None:
     assert in_ranks(tmp_path / "ranks", "confused") == ["(True, True)"] * 2
+
+
+def confused_at_the_end(store: torch.distributed.Store, rank: int) -> tuple[bool, bool]:
+    sharing._sums = lambda data: "alike"
+    mine = weights(1)
+    mine[-1] = rank
+    kept = shared(mine, store, pinned=False)
+    meet(store, rank, "shared")
+    return pages.held().foreign == 0, int(kept[-1]) == rank
+
+
+def test_no_byte_is_left_out_of_the_comparison(tmp_path: Path) -> None:
+    assert NBYTES % 8
+    assert in_ranks(tmp_path / "ranks", "confused_at_the_end") == ["(True, True)"] * 2
+
+
+def staged(store: torch.distributed.Store, rank: int) -> tuple[int, int, int, bool]:
+    runtime = Runtime()
+    torch.cuda.cudart = lambda: runtime
+    sources = [weights(1), weights(2, 5), weights(3)]
+    masters = pinned_copies(sources, store=store)
+    expected = [source.clone() for source in sources]
+    del sources
+    gc.collect()
+    meet(store, rank, "shared")
+    held = pages.held()
+    right = all(map(torch.equal, masters, expected))
+    apart = len({master.untyped_storage().data_ptr() for master in masters}) == len(masters)
+    meet(store, rank, "done")
+    return held.own, held.foreign, held.pinned, right and apart
+
+
+def test_modules_that_are_staged_whole_are_held_once(tmp_path: Path) -> None:
+    found = in_ranks(tmp_path / "ranks", "staged")
+    page = os.sysconf("SC_PAGESIZE")
+    whole = -(-(2 * (-(-NBYTES // ALIGNMENT) * ALIGNMENT) + ALIGNMENT) // page) * page
+    assert sorted(found) == sorted([str((0, whole, whole, True)), str((whole, 0, whole, True))])
 
 
 def again(store: torch.distributed.Store, rank: int) -> tuple[int, bool]:

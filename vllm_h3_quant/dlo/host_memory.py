@@ -7,16 +7,21 @@ from collections.abc import Sequence
 import torch
 
 from vllm_h3_quant.dlo import packing
-from vllm_h3_quant.dlo.packing import Place, pinned_copy
+from vllm_h3_quant.dlo.packing import Place
 from vllm_h3_quant.upstream import offload
 from vllm_h3_quant.upstream.process_store import process_store
 
 
 def install() -> None:
     """Keep what is offloaded from now on in this process in buffers of this package."""
-    offload.install(pack, pinned_copy)
+    offload.install(pack, pinned_copies)
 
 
 def pack(tensors: Sequence[torch.Tensor], *, pinned: bool, ranks: int, rank: int) -> tuple[torch.Tensor, list[Place]]:
     """:func:`packing.pack`, shared with ranks of this engine that hold the same bytes."""
     return packing.pack(tensors, pinned=pinned, store=process_store(), ranks=ranks, rank=rank)
+
+
+def pinned_copies(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """:func:`packing.pinned_copies`, shared with ranks of this engine that hold the same bytes."""
+    return packing.pinned_copies(sources, store=process_store())

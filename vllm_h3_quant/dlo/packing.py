@@ -78,11 +78,15 @@ def pack(
     return raw.view(dtype)[:length], at
 
 
-def pinned_copy(source: torch.Tensor) -> torch.Tensor:
-    """``(bytes,)`` uint8 of a host tensor, pinned to its exact size."""
-    copy = pages.allocate(source.numel(), pinned=False).copy_(source)
-    pages.pin(copy)
-    return copy
+def pinned_copies(sources: Sequence[torch.Tensor], *, store: Store | None = None) -> list[torch.Tensor]:
+    """Copies of the bytes of host tensors, ``(bytes,)`` uint8 each, in one pinned buffer and each a storage by itself.
+
+    Args:
+        sources: ``(bytes,)`` uint8, at least one.
+        store: share the buffer with ranks that hold the same bytes; None keeps it private.
+    """
+    buffer, at = pack(sources, pinned=True, store=store)
+    return [pages.part(buffer, place.offset, source.numel()) for source, place in zip(sources, at, strict=True)]
 
 
 def _span(tensor: torch.Tensor) -> int:

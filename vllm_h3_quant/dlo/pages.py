@@ -129,6 +129,11 @@ def pin(tensor: torch.Tensor) -> None:
     pages.pinned = True
 
 
+def part(tensor: torch.Tensor, first: int, nbytes: int) -> torch.Tensor:
+    """``(nbytes,)`` uint8 of the pages under a tensor from :func:`allocate` or :func:`attach`, a storage by itself."""
+    return torch.frombuffer(_of_tensor[tensor.untyped_storage()], dtype=torch.uint8, count=nbytes, offset=first)
+
+
 def file_of(tensor: torch.Tensor) -> int:
     """The descriptor of the memory file that ``tensor`` from :func:`allocate` lies in."""
     return _of_tensor[tensor.untyped_storage()].fd

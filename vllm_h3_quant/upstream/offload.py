@@ -70,14 +70,18 @@ class Pack(Protocol):
     ) -> tuple[torch.Tensor, Sequence[Place]]: ...
 
 
-def install(pack: Pack, pinned_copy: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Keep what is offloaded from now on in this process where ``pack`` and ``pinned_copy`` put it.
+PinnedCopies = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+def install(pack: Pack, pinned_copies: PinnedCopies) -> None:
+    """Keep what is offloaded from now on in this process where ``pack`` and ``pinned_copies`` put it.
 
     A second call replaces the first.
 
     Args:
         pack: for a block's tensors of one dtype.
-        pinned_copy: for the storage of a module that is offloaded as a whole, ``(bytes,)`` uint8.
+        pinned_copies: for the storages of modules that are offloaded as a whole, ``(bytes,)`` uint8 each; what it
+            returns are storages of the same lengths.
     """
     from vllm_omni.diffusion.offloader.distributed_layerwise_backend import DistributedLayerwiseOffloadHook
     from vllm_omni.diffusion.offloader.layerwise_backend import LayerwiseOffloadHook
@@ -86,7 +90,7 @@ def install(pack: Pack, pinned_copy: Callable[[torch.Tensor], torch.Tensor]) -> 
     LayerwiseOffloadHook._to_cpu = staticmethod(_packing_block(pack))
     DistributedLayerwiseOffloadHook._shard_and_pin = staticmethod(_packing_share(pack))
     snapshot = _original(PinnedModuleStager._snapshot_groups.__func__)
-    PinnedModuleStager._snapshot_groups = classmethod(_pinning_in_place(snapshot, pinned_copy))
+    PinnedModuleStager._snapshot_groups = classmethod(_pinning_in_place(snapshot, pinned_copies))
 
 
 def _original(current: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,16 +154,16 @@ def _pack(
     return packed, described
 
 
-def _pinning_in_place(
-    snapshot: Callable[..., Any], pinned_copy: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[..., Any]:
-    """Pin the masters of a staged module to their exact size."""
+def _pinning_in_place(snapshot: Callable[..., Any], pinned_copies: PinnedCopies) -> Callable[..., Any]:
+    """Pin the masters of modules that are staged together."""
 
     def snapshot_and_pin(cls: Any, modules: Any, *, pin_memory: bool) -> Any:
         groups = snapshot(cls, modules, pin_memory=False)
-        for group in groups:
-            if pin_memory and group.master.numel():
-                group.master = pinned_copy(group.master)
+        filled = [group for group in groups if group.master.numel()] if pin_memory else []
+        if filled:
+            masters = pinned_copies([group.master for group in filled])
+            for group, master in zip(filled, masters, strict=True):
+                group.master = master
         return groups
 
     setattr(snapshot_and_pin, _ORIGINAL, snapshot)
