@@ -14,9 +14,10 @@ none           all                                           nothing
 =============  ============================================  =============================
 
 ``+host`` moves the weights of AdaLN's projections to the host and leaves their biases; in a step it has outputs for a
-schedule, two timesteps a step. The measured device is what ``bench_offload.py`` calls ``rest`` without ``others``, the
-measured host its ``own`` and ``torch``; ``beyond`` is the peak of a step over what is stated, mostly activations.
-Where the engine streams from the checkpoint's own pages (``bf16@dlo``), the host holds staging buffers alone.
+schedule, two timesteps a step. Without a method of this package PyTorch pins the blocks, each dtype of each in a power
+of two; what distributed offload then keeps is the engine's choice and not stated. The measured device is what
+``bench_offload.py`` calls ``rest`` without ``others``, the measured host its ``own`` and ``torch``; ``beyond`` is the
+peak of a step over what is stated, mostly activations. Rows of one rank and of the same schedule are compared.
 
     python benchmarks/bench_memory.py --model /tmp/h3 --measured out/offload.csv
 """
@@ -27,7 +28,7 @@ import csv
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,7 +43,7 @@ from vllm_h3_quant.config import H3QuantOptions, parse
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.architecture import ROPE, Architecture, Expected
 from vllm_h3_quant.methods.scope import hosts, quantizes, role_of
-from vllm_h3_quant.testing.bench_report import Row, environment, print_table
+from vllm_h3_quant.testing.bench_report import Environment, Row, environment, print_table
 
 METHODS = ("bf16", "h3_fp8")
 ROLES = ("blocks", "AdaLN", "token refiner", "rest")
@@ -73,7 +74,7 @@ def main(
     """State what memory each way to hold a MiniMax-H3 takes, and compare it with what was measured."""
     try:
         arch = architecture(model)
-        found = read_measured(measured, arch) if measured else {}
+        found = read_measured(measured, arch, schedule) if measured else {}
     except H3QuantError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
@@ -85,7 +86,12 @@ def main(
     rows.append(_row("GiB by role", case, "all", {method: sum(by_role[method].values()) / GIB for method in METHODS}))
     for mode in modes():
         cells = in_gib(stated(arch, mode, schedule))
-        rows.append(_row("GiB by mode", case, str(mode), {**cells, **beside(cells, found.get(str(mode), {}))}))
+        if row := found.get(str(mode)):
+            cells_beside = beside(cells, json.loads(row["extra"]))
+            values: dict[str, Any] = {field.name: row[field.name] or None for field in fields(Environment)}
+            rows.append(_row("GiB by mode", case, str(mode), {**cells, **cells_beside}, Environment(**values)))
+        else:
+            rows.append(_row("GiB by mode", case, str(mode), cells))
     print_table(rows)
 
 
@@ -94,7 +100,8 @@ def modes() -> Iterator[Mode]:
     for method in METHODS:
         for adaln in (None, *ADALN) if method != "bf16" else (None,):
             for offload in (None, *OFFLOADS):
-                yield Mode(method, adaln, offload)
+                if (method, offload) != ("bf16", "dlo"):
+                    yield Mode(method, adaln, offload)
 
 
 def bytes_by_role(arch: Architecture, mode: Mode) -> dict[str, int]:
@@ -117,6 +124,7 @@ def stated(arch: Architecture, mode: Mode, schedule: int) -> Held:
     options = _options(mode)
     device = host = outputs = 0
     streamed: Counter[str] = Counter()
+    pinned: Counter[tuple[str, bool]] = Counter()
     for name, expected in _tensors(arch).items():
         linear, _, kind = name.rpartition(".")
         nbytes, block = _nbytes(name, expected, options), _streamed(name, mode.offload)
@@ -126,30 +134,38 @@ def stated(arch: Architecture, mode: Mode, schedule: int) -> Held:
             outputs += 2 * TIMESTEPS * schedule * expected.shape[0]
         elif block and not hosted:
             streamed[block] += nbytes
+            pinned[block, expected.fp32] += nbytes
         else:
             device += nbytes
     largest = max(streamed.values(), default=0)
     at_rest = 1 if mode.offload == "layerwise" else 2
-    return Held(device + at_rest * largest, device + 2 * largest + outputs, host + sum(streamed.values()))
+    host += sum(map(_power_of_two, pinned.values()) if options is None else streamed.values())
+    return Held(device + at_rest * largest, device + 2 * largest + outputs, host)
 
 
-def read_measured(path: Path, arch: Architecture) -> dict[str, Mapping[str, Any]]:
-    """The cells of ``bench_offload.py`` by variant, the last ones of each.
+def _power_of_two(nbytes: int) -> int:
+    """The least that is no smaller."""
+    return 1 << (nbytes - 1).bit_length()
+
+
+def read_measured(path: Path, arch: Architecture, schedule: int) -> dict[str, Mapping[str, str]]:
+    """Rows of ``bench_offload.py`` by variant, the last one of each.
 
     Raises:
-        H3QuantError: the file has none of this model.
+        H3QuantError: the file has none of this model and schedule on one rank.
     """
-    found: dict[str, Mapping[str, Any]] = {}
+    wanted = {"layers": arch.num_layers, "hidden": arch.hidden_size, "schedule": schedule, "ulysses": 1}
+    found: dict[str, Mapping[str, str]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             case = json.loads(row["case"])
-            same = (case.get("layers"), case.get("hidden")) == (arch.num_layers, arch.hidden_size)
+            same = wanted.items() <= case.items()
             if row["benchmark"] == "offload" and same and not row["unavailable"]:
-                found[row["variant"]] = json.loads(row["extra"])
+                found[row["variant"]] = row
     if not found:
         raise H3QuantError(
-            f"{path}: no row of bench_offload.py with {arch.num_layers} layers of {arch.hidden_size}; measure the"
-            " model that --model names"
+            f"{path}: no row of bench_offload.py with {arch.num_layers} layers of {arch.hidden_size}, a schedule of"
+            f" {schedule} and one rank; measure the model that --model names"
         )
     return found
 
@@ -160,9 +176,7 @@ def in_gib(held: Held) -> dict[str, float]:
 
 
 def beside(cells: Mapping[str, float], measured: Mapping[str, Any]) -> dict[str, float | None]:
-    """The cells that compare with what was measured of a mode; none where nothing was."""
-    if not measured:
-        return {}
+    """The cells that compare with what was measured of a mode."""
     rest, peak, others = measured["rest"], measured["step peak"], measured["others"] or 0
     device = None if rest is None else rest - others
     pinned = measured["torch"]  # unknown without a GPU, where the engine's copies are plain memory
@@ -215,7 +229,13 @@ def _streamed(name: str, offload: str | None) -> str | None:
     return None
 
 
-def _row(benchmark: str, case: Mapping[str, object], variant: str, extra: Mapping[str, object]) -> Row:
+def _row(
+    benchmark: str,
+    case: Mapping[str, object],
+    variant: str,
+    extra: Mapping[str, object],
+    where: Environment | None = None,
+) -> Row:
     return Row(
         benchmark=benchmark,
         case=case,
@@ -228,7 +248,7 @@ def _row(benchmark: str, case: Mapping[str, object], variant: str, extra: Mappin
         tflop_s=None,
         extra=extra,
         unavailable=None,
-        environment=unmeasured([], environment(torch.device("cpu"))),
+        environment=where or unmeasured([], environment(torch.device("cpu"))),
     )
 
 

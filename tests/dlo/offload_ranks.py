@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,18 +32,33 @@ SPLITS: dict[str, dict[str, Any]] = {
 }
 
 
-def serve(rank: int, out: str, ports: dict[str, int], runs: str) -> None:
+def serve(rank: int, out: str, runs: str) -> None:
     torch.set_num_threads(1)
     sharing.SMALLEST = 4096  # a block of the tiny model is smaller than what is worth sharing
     found: dict[str, list[tuple[str, Any]]] = {split: [] for split in SPLITS}
     for name, run in json.loads(runs).items():
         found[run["split"]].append((name, run))
     for split, group in found.items():
-        with process_groups(rank=rank, port=ports[split], **{split: 2}):
+        with process_groups(rank=rank, port=port_of(split, rank, Path(out)), **{split: 2}):
             for name, run in group:
                 torch.save(serve_one(rank, run), Path(out) / f"{name}.rank{rank}.pt")
                 gc.collect()
                 torch.distributed.barrier()
+
+
+def port_of(split: str, rank: int, out: Path) -> int:
+    """A port that the first rank found free just now."""
+    file = out / f"{split}.port"
+    if rank == 0:
+        fresh = file.with_suffix(".fresh")
+        fresh.write_text(str(free_port()))
+        fresh.rename(file)
+    deadline = time.monotonic() + 120
+    while not file.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the first rank has not come to {split}")
+        time.sleep(0.05)
+    return int(file.read_text())
 
 
 def serve_one(rank: int, run: dict[str, Any]) -> dict[str, Any]:
@@ -73,8 +89,7 @@ def serve_one(rank: int, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(out: str, runs: str) -> None:
-    ports = {split: free_port() for split in SPLITS}
-    torch.multiprocessing.spawn(serve, (out, ports, runs), nprocs=2)
+    torch.multiprocessing.spawn(serve, (out, runs), nprocs=2)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from vllm_h3_quant.dlo.packing import ALIGNMENT
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = Runtime()
+    monkeypatch.setattr(pages, "can_pin", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     host_memory.install()
@@ -82,3 +83,16 @@ def test_a_module_that_is_staged_whole() -> None:
     gc.collect()
     _, own, pinned = held_for(lambda: PinnedModuleStager._snapshot_groups((module,), pin_memory=False))
     assert own == pinned == 0
+
+
+def test_nothing_is_pinned_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_omni.diffusion.offloader.layerwise_backend import LayerwiseOffloadHook
+    from vllm_omni.diffusion.offloader.module_residency import PinnedModuleStager
+
+    monkeypatch.setattr(pages, "can_pin", lambda: False)
+    module, other = block(), block()
+    params, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    _packed, own, pinned = held_for(lambda: LayerwiseOffloadHook._to_cpu(params, buffers, True))
+    assert (own, pinned) == (WHOLE_PAGES, 0)
+    _, own, pinned = held_for(lambda: PinnedModuleStager._snapshot_groups((other,), pin_memory=True))
+    assert pinned == 0

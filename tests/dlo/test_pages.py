@@ -82,12 +82,15 @@ def test_another_process_maps_the_same_bytes() -> None:
     tensor.fill_(7)
     child = os.fork()
     if child == 0:
-        torch.set_num_threads(1)  # the parent's other threads do not live here
-        # Nothing is inherited but the numbers: the child opens the pages by its parent's name for them.
-        theirs = pages.attach(os.getppid(), pages.file_of(tensor), 2 * PAGE, pinned=False)
-        fine = bool((theirs == 7).all()) and pages.held().foreign == 2 * PAGE
-        theirs[0] = 9
-        os._exit(0 if fine else 1)
+        code = 1
+        try:
+            torch.set_num_threads(1)  # the parent's other threads do not live here
+            # Nothing is inherited but the numbers: the child opens the pages by its parent's name for them.
+            theirs = pages.attach(os.getppid(), pages.file_of(tensor), 2 * PAGE, pinned=False)
+            code = 0 if bool((theirs == 7).all()) and pages.held().foreign == 2 * PAGE else 2
+            theirs[0] = 9
+        finally:
+            os._exit(code)  # nothing of the parent's goes on here
     assert os.waitpid(child, 0)[1] == 0
     assert tensor[0] == 9
     del tensor

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -60,7 +60,8 @@ def serving(script: str, **settings: str) -> Iterator[None]:
         try:
             server.wait(20)
         finally:
-            os.killpg(server.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # all of them ended by themselves
+                os.killpg(server.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +69,10 @@ def serving(script: str, **settings: str) -> Iterator[None]:
     [
         ("run_server_fp8.sh", ("transformer: 25 of 31 linears quantized by h3_fp8", "text_encoder: 8 of 8")),
         ("run_server_int8.sh", ("transformer: 25 of 31 linears quantized by h3_int8", "text_encoder: 8 of 8")),
+        (
+            "run_server_offload.sh",
+            ("transformer: 21 of 31", "text_encoder: 8 of 8", "Enabling offloader backend: LayerWiseOffloadBackend"),
+        ),
         ("run_server_components.sh", ("transformer: 25 of 31", "text_encoder: 8 of 8")),
     ],
 )

@@ -78,14 +78,15 @@ def pack(
     return raw.view(dtype)[:length], at
 
 
-def pinned_copies(sources: Sequence[torch.Tensor], *, store: Store | None = None) -> list[torch.Tensor]:
-    """Copies of the bytes of host tensors, ``(bytes,)`` uint8 each, in one pinned buffer and each a storage by itself.
+def copies(sources: Sequence[torch.Tensor], *, pinned: bool, store: Store | None = None) -> list[torch.Tensor]:
+    """Copies of the bytes of host tensors, ``(bytes,)`` uint8 each, in one buffer and each a storage by itself.
 
     Args:
         sources: ``(bytes,)`` uint8, at least one.
+        pinned: register the buffer with CUDA.
         store: share the buffer with ranks that hold the same bytes; None keeps it private.
     """
-    buffer, at = pack(sources, pinned=True, store=store)
+    buffer, at = pack(sources, pinned=pinned, store=store)
     return [pages.part(buffer, place.offset, source.numel()) for source, place in zip(sources, at, strict=True)]
 
 

@@ -109,6 +109,11 @@ def attach(pid: int, fd: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
     return _tensor(pages, nbytes, pinned)
 
 
+def can_pin() -> bool:
+    """Whether there is a GPU to copy to. Without one the engine asks for pinned memory all the same."""
+    return torch.cuda.is_available()
+
+
 def pin(tensor: torch.Tensor) -> None:
     """Register what :func:`allocate` or :func:`attach` returned with CUDA, where it is not yet.
 

@@ -4,7 +4,7 @@ Under Ulysses, data parallelism and HSDP's replicas every rank offloads the same
 from the topology, the checkpoint and the adapters; here nothing is derived from them. A rank that has packed some
 weights names them by their size and two sums over them in the store through which the ranks met, the first to do so
 shows where its copy lies, and the others compare theirs with it byte by byte before they let go of their own. A rank
-that cannot reach the copy, or finds other bytes in it, keeps its own.
+that cannot reach the copy or pin it, or finds other bytes in it, keeps its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from vllm_h3_quant.dlo import pages
+from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.log import get_logger
 
 logger = get_logger(__name__)
@@ -66,7 +67,7 @@ def shared(mine: torch.Tensor, store: Store | None, *, pinned: bool) -> torch.Te
         store.wait([key], WAIT)
         pid, fd = (int(part) for part in store.get(key).split())
         theirs = pages.attach(pid, fd, mine.numel(), pinned=pinned)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, H3QuantError) as error:
         logger.warning("%.2f GiB of weights are held twice on this host: %s", mine.numel() / 2**30, error)
         return mine
     return theirs if _same(mine, theirs) else mine
