@@ -39,8 +39,9 @@ class H3QuantOptions(BaseModel):
         ignored_layers: linears to leave at checkpoint precision. An entry is a linear's name
             (``blocks.0.attn.qkv_proj``), a parent (``blocks.0.attn``) or an ``fnmatch`` pattern
             over either (``blocks.*.mlp.fc2``). An entry that matches nothing stops the start.
-        adaln: ``quantize`` or ``keep``. The AdaLN projections are 40% of the DiT's bytes and a
-            negligible part of its time.
+        adaln: ``quantize``; ``keep`` for bf16 on the device; ``host`` for bf16 in host memory, with outputs
+            computed ahead of a request. The AdaLN projections are 40% of the DiT's bytes and a negligible part
+            of its time.
         rotation: width of the Hadamard rotation of the input dimension before INT8 quantization,
             a power of two up to 512, or 0 for none. FP8 takes none.
         attention: ``none`` keeps the engine's attention in the DiT's blocks, ``int8`` and ``fp8`` replace

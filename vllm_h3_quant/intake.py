@@ -34,7 +34,8 @@ from vllm_h3_quant.upstream.curve import serve_curve
 logger = get_logger(__name__)
 
 FIXED_BY_EXPORT = ("method", "ignored_layers", "adaln", "rotation")
-"""Keys that say what an exported checkpoint's codes are, and so cannot be chosen any more when it is loaded."""
+"""Keys that say what an exported checkpoint's codes are, and so cannot be chosen any more when it is loaded. Values of
+AdaLN are the same for ``keep`` and ``host``, which may stand for each other."""
 
 
 class Component:

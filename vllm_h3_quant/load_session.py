@@ -95,6 +95,7 @@ def before_load(configs: Sequence[AskedConfig], loader: Any, model: Module) -> N
     intake.take_in(loader, model)
     for layer in _quantized(model):
         layer.quant_method.watch_bias(layer)
+        layer.quant_method.may_pin = bool(od_config.pin_cpu_memory)
 
 
 def after_load(configs: Sequence[AskedConfig], loader: Any, model: Module) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_h3_quant.dlo.adaln import HostedAdaln, Schedule
+from vllm_h3_quant.dlo.adaln import MOST_SCHEDULES, HostedAdaln
 from vllm_h3_quant.dlo.device import Device
 from vllm_h3_quant.platforms.host_stream import HOST_STREAM, HostEvent, HostStream
 
@@ -43,6 +43,10 @@ class Projection:
         self.runs = 0
         self.cache: HostedAdaln | None = None
         self.fails = False
+
+    @property
+    def linear(self) -> Projection:
+        return self
 
     def run(self, embedding: torch.Tensor, weight: torch.Tensor) -> None:
         self(embedding, weight)
@@ -82,8 +86,8 @@ def embed(timesteps: torch.Tensor) -> torch.Tensor:
     return torch.outer(timesteps, torch.arange(1, INPUTS + 1)).sin()
 
 
-def schedule(identity: str, *kinds: Sequence[Sequence[float]]) -> Schedule:
-    return Schedule(identity, [[torch.tensor(step) for step in steps] for steps in kinds])
+def announce(cache: HostedAdaln, identity: object, *kinds: Sequence[Sequence[float]]) -> None:
+    cache.announce(identity, lambda: [[torch.tensor(step) for step in steps] for steps in kinds])
 
 
 def hosted(budget: int = 2**30, rest: Rest | None = None) -> tuple[HostedAdaln, list[Projection]]:
@@ -113,7 +117,7 @@ ROW = 2 * sum(WIDTHS)
 def test_one_pass_serves_a_schedule_and_the_next_requests_of_it() -> None:
     cache, projections = hosted()
     for _ in range(2):
-        cache.announce(schedule("a", STEPS))
+        announce(cache, "a", STEPS)
         for timesteps in STEPS:
             step(cache, projections, timesteps)
     assert (cache.passes, cache.unannounced) == (1, 0)
@@ -121,10 +125,10 @@ def test_one_pass_serves_a_schedule_and_the_next_requests_of_it() -> None:
     assert cache.nbytes == 6 * ROW
 
 
-def test_the_kind_of_request_shows_at_its_first_step() -> None:
+def test_a_request_of_another_kind_than_the_likely_one() -> None:
     cache, projections = hosted()
     three = [[0.0, 0.1, 0.95], [0.3, 0.5, 0.95], [0.7, 0.9, 0.95]]
-    cache.announce(schedule("a", STEPS, three))
+    announce(cache, "a", STEPS, three)
     for timesteps in three:
         step(cache, projections, timesteps)
     for timesteps in STEPS:
@@ -132,9 +136,52 @@ def test_the_kind_of_request_shows_at_its_first_step() -> None:
     assert (cache.passes, cache.unannounced) == (2, 0)
 
 
+def test_a_step_that_kinds_share_is_one_of_the_likely_kind() -> None:
+    cache, projections = hosted()
+    other = [STEPS[0], [0.4, 0.6], [0.8, 0.95]]
+    for identity, kinds in (("a", (STEPS, other)), ("b", (other, STEPS))):
+        cache.clear()
+        before = cache.passes
+        announce(cache, identity, *kinds)
+        for timesteps in kinds[0]:
+            step(cache, projections, timesteps)
+        assert cache.passes == before + 1
+
+
+def test_requests_that_take_turns_step_by_step() -> None:
+    cache, projections = hosted()
+    other = [[0.05, 0.15], [0.4, 0.6], [0.8, 0.95]]
+    announce(cache, "a", STEPS)
+    announce(cache, "b", other)
+    for pair in zip(STEPS, other, strict=True):
+        for timesteps in pair:
+            step(cache, projections, timesteps)
+    assert (cache.passes, cache.unannounced) == (2, 0)
+
+
+def test_old_schedules_are_forgotten() -> None:
+    cache, projections = hosted()
+    announce(cache, "old", STEPS)
+    for identity in range(MOST_SCHEDULES):
+        announce(cache, identity, [[0.05 + identity / 100, 0.15]])
+    step(cache, projections, STEPS[0])
+    assert cache.unannounced == 1
+
+
+def test_an_adapter_may_change_the_embeddings_too() -> None:
+    cache, projections = hosted()
+    announce(cache, "a", STEPS)
+    step(cache, projections, STEPS[0])
+    cache.embed = lambda timesteps: embed(timesteps + 1)
+    cache.clear()
+    for timesteps in STEPS:
+        step(cache, projections, [t + 1 for t in timesteps])
+    assert (cache.passes, cache.unannounced) == (2, 0)
+
+
 def test_a_step_of_no_schedule_is_computed_when_it_comes() -> None:
     cache, projections = hosted()
-    cache.announce(schedule("a", STEPS))
+    announce(cache, "a", STEPS)
     step(cache, projections, [0.25])
     step(cache, projections, [0.25, 0.35])
     step(cache, projections, [0.25])
@@ -151,7 +198,7 @@ def test_without_any_schedule() -> None:
 
 def test_a_schedule_that_does_not_fit_is_computed_in_parts() -> None:
     cache, projections = hosted(budget=5 * ROW)
-    cache.announce(schedule("a", STEPS))
+    announce(cache, "a", STEPS)
     for _ in range(2):
         for timesteps in STEPS:
             step(cache, projections, timesteps)
@@ -161,7 +208,7 @@ def test_a_schedule_that_does_not_fit_is_computed_in_parts() -> None:
 
 def test_one_step_is_served_whatever_the_budget() -> None:
     cache, projections = hosted(budget=1)
-    cache.announce(schedule("a", STEPS))
+    announce(cache, "a", STEPS)
     for timesteps in STEPS:
         step(cache, projections, timesteps)
     assert (cache.passes, cache.nbytes) == (3, 2 * ROW)
@@ -171,7 +218,7 @@ def test_another_schedule_leaves_what_was_computed() -> None:
     cache, projections = hosted()
     other = [[0.0, 0.1], [0.4, 0.6]]
     for identity, steps in (("a", STEPS), ("b", other), ("a", STEPS), ("b", other)):
-        cache.announce(schedule(identity, steps))
+        announce(cache, identity, steps)
         for timesteps in steps:
             step(cache, projections, timesteps)
     assert cache.passes == 2
@@ -179,7 +226,7 @@ def test_another_schedule_leaves_what_was_computed() -> None:
 
 def test_outputs_are_dropped_when_an_adapter_changes() -> None:
     cache, projections = hosted()
-    cache.announce(schedule("a", STEPS))
+    announce(cache, "a", STEPS)
     step(cache, projections, STEPS[0])
     projections[2].weight += 1  # as an adapter would, which the state tells
     projections[2].state = "adapter"
@@ -201,7 +248,7 @@ def test_at_most_two_weights_are_on_the_device(monkeypatch: pytest.MonkeyPatch) 
         return found
 
     monkeypatch.setattr(torch, "empty", counting)
-    cache.announce(schedule("a", STEPS))
+    announce(cache, "a", STEPS)
     cache.prepare(embed(torch.tensor(STEPS[0])))
     largest = max(projection.weight.numel() for projection in projections)
     assert sorted(made) == sorted([largest, largest] + [2 * sum(WIDTHS)] * 3)
@@ -209,7 +256,7 @@ def test_at_most_two_weights_are_on_the_device(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_error_in_a_pass_leaves_nothing_half_computed() -> None:
     cache, projections = hosted()
-    cache.announce(schedule("a", STEPS))
+    announce(cache, "a", STEPS)
     projections[2].fails = True
     with pytest.raises(RuntimeError, match="no more memory"):
         step(cache, projections, STEPS[0])
@@ -235,7 +282,7 @@ def test_projections_on_the_device_are_the_engines_affair() -> None:
 
 def test_a_compiled_block_gets_a_copy_of_its_own() -> None:
     cache, projections = hosted()
-    cache.announce(schedule("a", STEPS))
+    announce(cache, "a", STEPS)
     embedding = embed(torch.tensor(STEPS[0]))
     cache.prepare(embedding)
 

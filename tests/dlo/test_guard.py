@@ -95,3 +95,14 @@ def test_a_quantization_that_the_checkpoint_brings_along_is_seen_too() -> None:
         configure(None, **FLAG).set_tf_model_config(TransformerConfig.from_dict({"quantization_config": online}))
     exported = TransformerConfig.from_dict({"quantization_config": online | {"checkpoint": EXPORTED["checkpoint"]}})
     configure(None, **FLAG).set_tf_model_config(exported)
+
+
+@pytest.mark.parametrize("key", ["minimax_h3_adaln_cache_path", "minimax_h3_ref_adaln_cache_path"])
+@pytest.mark.parametrize("flat", [True, False])
+def test_outputs_from_a_file_beside_weights_that_compute_them(key: str, flat: bool) -> None:
+    options = {"method": "h3_fp8", "adaln": "host"}
+    message = rf"cache_config: {key}='/x' holds what adaln='host' computes; remove the key, or use adaln='keep'$"
+    with pytest.raises(H3QuantError, match=message):
+        configure(options if flat else {"transformer": options, "text_encoder": None}, cache_config={key: "/x"})
+    configure({**options, "adaln": "keep"}, cache_config={key: "/x"})
+    configure({"transformer": None, "text_encoder": options}, cache_config={key: "/x"})

@@ -15,6 +15,7 @@ from vllm_h3_quant.dlo.adaln import HostedAdaln
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.export.config import parse_request
 from vllm_h3_quant.export.run import export
+from vllm_h3_quant.methods.base import H3LinearMethod
 from vllm_h3_quant.survey import survey
 from vllm_h3_quant.testing.tiny_h3.formats import write_format
 from vllm_h3_quant.upstream.platform import compute_device
@@ -127,17 +128,11 @@ def test_a_curve(load_pipeline: Load, tiny_h3: Path, tmp_path: Path) -> None:
     )
 
 
-def test_outputs_from_a_file_are_not_asked_for_at_the_same_time(
-    load_pipeline: Load, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm_omni.diffusion.models.minimax_h3.adaln_cache import MiniMaxH3RuntimeAdalnCache
-
-    monkeypatch.setattr(
-        MiniMaxH3RuntimeAdalnCache, "__init__", lambda self, *, max_bytes: vars(self).update(sidecar=1, max_bytes=0)
-    )
-    monkeypatch.setattr(MiniMaxH3RuntimeAdalnCache, "clear", lambda self: None)
-    with pytest.raises(H3QuantError, match="transformer: adaln='host' computes what minimax_h3_adaln_cache_path"):
-        load_pipeline(HOST)
+def test_a_layer_that_returns_is_pinned_where_the_engine_may_pin(load_pipeline: Load) -> None:
+    for may in (True, False):
+        pipeline = load_pipeline(KEEP, pin_cpu_memory=may)
+        methods = [getattr(module, "quant_method", None) for module in pipeline.transformer.modules()]
+        assert {method.may_pin for method in methods if isinstance(method, H3LinearMethod)} == {may}
 
 
 def test_weights_that_were_never_read(load_pipeline: Load, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_h3_quant.dlo.packing import ALIGNMENT, pack, places
+from vllm_h3_quant.dlo.sharing import SMALLEST
 
 DTYPES = [torch.float8_e4m3fn, torch.int8, torch.bfloat16, torch.float32, torch.int64]
 
@@ -43,6 +46,15 @@ def test_bytes_strides_and_alignment_survive(dtype: torch.dtype) -> None:
         assert found.stride() == tensor.stride()
         assert torch.equal(found.float(), tensor.float())
         assert not tensor.numel() or found.data_ptr() % ALIGNMENT == 0
+
+
+def test_only_what_is_shared_takes_open_files() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    small, _ = pack([torch.zeros(400, dtype=torch.int8)], pinned=False, store=torch.distributed.HashStore())
+    assert len(os.listdir("/proc/self/fd")) == before
+    large, _ = pack([torch.zeros(SMALLEST, dtype=torch.int8)], pinned=False, store=torch.distributed.HashStore())
+    assert len(os.listdir("/proc/self/fd")) > before
+    assert small.numel() < large.numel()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

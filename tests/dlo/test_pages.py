@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 import torch
 from cuda_runtime import Runtime
@@ -76,22 +77,19 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
+def read_and_write(owner: int, file: int) -> None:
+    theirs = pages.attach(owner, file, 2 * PAGE, pinned=False)
+    assert (theirs == 7).all()
+    assert pages.held().foreign == 2 * PAGE
+    theirs[0] = 9
+
+
 def test_another_process_maps_the_same_bytes() -> None:
+    children.run(int, [()])  # opens what stays open for later ones
     files = open_files()
     tensor = pages.allocate(2 * PAGE, pinned=False, shareable=True)
     tensor.fill_(7)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            torch.set_num_threads(1)  # the parent's other threads do not live here
-            # Nothing is inherited but the numbers: the child opens the pages by its parent's name for them.
-            theirs = pages.attach(os.getppid(), pages.file_of(tensor), 2 * PAGE, pinned=False)
-            code = 0 if bool((theirs == 7).all()) and pages.held().foreign == 2 * PAGE else 2
-            theirs[0] = 9
-        finally:
-            os._exit(code)  # nothing of the parent's goes on here
-    assert os.waitpid(child, 0)[1] == 0
+    children.run(read_and_write, [(os.getpid(), pages.file_of(tensor))])
     assert tensor[0] == 9
     del tensor
     gc.collect()
@@ -114,3 +112,14 @@ def test_pages_that_are_not_what_was_named(wrong: Callable[[int, int, int], tupl
     with pytest.raises(OSError):
         pages.attach(*wrong(os.getpid(), pages.file_of(tensor), PAGE), pinned=False)
     assert open_files() == files
+
+
+@pytest.mark.gpu
+def test_an_error_that_was_told_is_not_found_by_the_next_kernel() -> None:
+    tensor = pages.allocate(PAGE, pinned=True)
+    again = pages._of_tensor[tensor.untyped_storage()]
+    again.pinned = False
+    with pytest.raises(H3QuantError, match="cannot be pinned"):
+        pages.pin(tensor)  # registered already
+    again.pinned = True
+    assert torch.ones(3, device="cuda").add(1).sum() == 6

@@ -8,6 +8,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import children
 import pytest
 import torch
 from cuda_runtime import Runtime
@@ -27,22 +28,14 @@ def weights(seed: int, nbytes: int = NBYTES) -> torch.Tensor:
 def in_ranks(path: Path, work: str, ranks: int = 2) -> list[str]:
     """Run a function of this module in processes that meet in one store; what each of them returned."""
     path.mkdir()
-    store = str(path / "store")
-    children = []
-    for rank in range(ranks):
-        child = os.fork()
-        if child == 0:
-            torch.set_num_threads(1)  # the parent's other threads do not live here
-            try:
-                found = globals()[work](torch.distributed.FileStore(store, ranks), rank)
-            except BaseException as error:
-                found = repr(error)
-            (path / f"{rank}").write_text(str(found))
-            os._exit(0)
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
+    children.run(rank_of, [(path, work, ranks, rank) for rank in range(ranks)])
     return [(path / f"{rank}").read_text() for rank in range(ranks)]
+
+
+def rank_of(path: Path, work: str, ranks: int, rank: int) -> None:
+    torch.set_num_threads(1)
+    found = globals()[work](torch.distributed.FileStore(str(path / "store"), ranks), rank)
+    (path / f"{rank}").write_text(str(found))
 
 
 def meet(store: torch.distributed.Store, rank: int, name: str, ranks: int = 2) -> None:

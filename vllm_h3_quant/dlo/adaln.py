@@ -6,7 +6,8 @@ computed in one pass over the projections, each copied to the device once while 
 there. They are computed step by step, with the rows that the step has, so
 that they are the bytes that the projection itself would have returned then; the products hide behind the copies.
 
-A step that no schedule announced is computed when it comes, by a pass of its own.
+A step that no schedule announced is computed when it comes, by a pass of its own. Such are edits with soft masks, and
+steps of several requests in one forward, which have the timesteps of all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from vllm_h3_quant.dlo.adaln_operator import output, register
+from vllm_h3_quant.dlo.adaln_operator import mark, marked, output, register
 from vllm_h3_quant.dlo.device import Device
 from vllm_h3_quant.log import get_logger
 
@@ -30,15 +31,22 @@ TABLE_BYTES = 2**31
 keyframes or a reference's sound, 1.80 with both. Of a schedule that does not fit, as many steps are computed at a time
 as do."""
 
+MOST_SCHEDULES = 8
+"""That are remembered, so that requests which take turns step by step find theirs."""
+
 
 class Projection(Protocol):
     """One AdaLN projection with its weight on the host.
 
     Attributes:
+        linear: the module that has it.
         weight: its weight there.
         width: of its output, over all ranks.
         state: of what else its output depends on (an adapter), compared by ``==``.
     """
+
+    @property
+    def linear(self) -> Any: ...
 
     @property
     def weight(self) -> torch.Tensor: ...
@@ -68,22 +76,40 @@ class Rest(Protocol):
     ) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """The steps of a request.
-
-    Attributes:
-        identity: equal for equal schedules.
-        kinds: for each kind of request, the distinct timesteps of one step after the other. Which kind a request is of
-            shows at its first step.
-    """
-
-    identity: object
-    kinds: Sequence[Sequence[torch.Tensor]]
-
-
 Embed = Callable[[torch.Tensor], torch.Tensor]
 Key = tuple[int, bytes]
+
+
+Kinds = Sequence[Sequence[torch.Tensor]]
+"""For each kind that a request may be of, the distinct timesteps of one step after the other; the likely kind first. A
+step that kinds share is taken for one of the first of them."""
+
+
+class _Plan:
+    """Where the steps of a schedule are. They are embedded as they are looked for.
+
+    Attributes:
+        kinds: its steps.
+        places: kind and step by key, as far as they are known.
+    """
+
+    def __init__(self, kinds: Kinds) -> None:
+        self.kinds = kinds
+        self.places: dict[Key, tuple[int, int]] = {}
+
+    def find(self, key: Key, embed: Embed) -> tuple[int, int] | None:
+        """Kind and step of a key. The first steps of all kinds are looked at first."""
+        if key in self.places:
+            return self.places[key]
+        known = set(self.places.values())
+        for step in range(max(map(len, self.kinds), default=0)):
+            for kind, steps in enumerate(self.kinds):
+                if step < len(steps) and len(steps[step]) == key[0] and (kind, step) not in known:
+                    found = _key(embed(steps[step]))
+                    self.places.setdefault(found, (kind, step))
+                    if found == key:
+                        return self.places[key]
+        return None
 
 
 @dataclass
@@ -126,11 +152,11 @@ class HostedAdaln:
         self.budget = budget
         self.sidecar = None  # read by the engine: no outputs from a file
         self.passes = self.unannounced = 0
-        self._index = {name: index for index, name in enumerate(self.projections)}
         self._widths = [projection.width for projection in self.projections.values()]
+        for index, projection in enumerate(self.projections.values()):
+            mark(projection.linear, index, projection.width)
         self._handle = register(self)
-        self._schedule: Schedule | None = None
-        self._keys: dict[Key, tuple[int, int]] = {}
+        self._plans: OrderedDict[object, _Plan] = OrderedDict()
         self._table: OrderedDict[Key, _Outputs] = OrderedDict()
         self._state: list[object] = []
         self._current: _Outputs | None = None
@@ -151,18 +177,21 @@ class HostedAdaln:
         """Drop all outputs. The engine calls this when an adapter changes and when the DiT moves."""
         if self.rest:
             self.rest.clear()
-        self._table.clear()
+        self._drop()
         self._current = self._embedding = None
 
-    def knows(self, identity: object) -> bool:
-        """Whether the last schedule announced is this one."""
-        return self._schedule is not None and self._schedule.identity == identity
+    def announce(self, identity: object, kinds: Callable[[], Kinds]) -> None:
+        """Say which steps the next request has.
 
-    def announce(self, schedule: Schedule) -> None:
-        """Say which steps the next request has."""
-        if not self.knows(schedule.identity):
-            self._schedule = schedule
-            self._keys = {}
+        Args:
+            identity: of the schedule.
+            kinds: makes it; called where it is not among the last that were announced.
+        """
+        if identity not in self._plans:
+            self._plans[identity] = _Plan(kinds())
+        self._plans.move_to_end(identity)
+        if len(self._plans) > MOST_SCHEDULES:
+            self._plans.popitem(last=False)
 
     @torch.compiler.disable
     def prepare(self, embedding: torch.Tensor) -> None:
@@ -172,7 +201,7 @@ class HostedAdaln:
         self._current = None
         state = [projection.state for projection in self.projections.values()]
         if state != self._state:
-            self._table.clear()
+            self._drop()
             self._state = state
         key = _key(embedding)
         if key not in self._table:
@@ -183,10 +212,16 @@ class HostedAdaln:
         self, name: str, module: Any, embedding: torch.Tensor, compute: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         """``(M, width)`` output of one projection, to be read only. Called by the projection."""
-        if name not in self._index:
-            return self.rest.project(name, module, embedding, compute) if self.rest else compute()
         if torch.compiler.is_compiling():
-            return output(embedding, self._handle, self._index[name], self._widths[self._index[name]])
+            # Not by the name, which is another constant in each block: they would not share a graph.
+            own = marked(module)
+            if own is not None:
+                return output(embedding, self._handle, *own)
+        elif name in self.projections:
+            return self._project(name, embedding, compute)
+        return self.rest.project(name, module, embedding, compute) if self.rest else compute()
+
+    def _project(self, name: str, embedding: torch.Tensor, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         if self._filling is not None:
             self._filling.rows[name].copy_(compute())
             return self._filling.rows[name]
@@ -202,34 +237,34 @@ class HostedAdaln:
     def _from(self, key: Key, embedding: torch.Tensor) -> list[tuple[Key, torch.Tensor]]:
         """A step and those that follow it in its schedule, as many as are kept at once."""
         found = [(key, embedding)]
-        place = self._find(key)
-        if place is None or self._schedule is None:
+        following = self._following(key)
+        if following is None:
             self.unannounced += 1
             logger.info("AdaLN: a step with %d timesteps is in no schedule and is computed by itself", key[0])
             return found
-        kind, step = place
         room = self.budget - self._nbytes(key[0])
-        for timesteps in self._schedule.kinds[kind][step + 1 :]:
+        for timesteps in following:
             room -= self._nbytes(len(timesteps))
             if room < 0:
                 break
-            following = self.embed(timesteps)
-            found.append((_key(following), following))
+            later = self.embed(timesteps)
+            found.append((_key(later), later))
         return found
 
-    def _find(self, key: Key) -> tuple[int, int] | None:
-        """Kind of request and step that a key belongs to. The first steps of all kinds are looked at first."""
-        if self._schedule is None or key in self._keys:
-            return self._keys.get(key)
-        kinds = self._schedule.kinds
-        known = set(self._keys.values())
-        for step in range(max(map(len, kinds), default=0)):
-            for kind, plans in enumerate(kinds):
-                if step < len(plans) and len(plans[step]) == key[0] and (kind, step) not in known:
-                    self._keys[_key(self.embed(plans[step]))] = kind, step
-                    if key in self._keys:
-                        return self._keys[key]
+    def _following(self, key: Key) -> Sequence[torch.Tensor] | None:
+        """Timesteps of the steps after one, by the schedule announced last that has it; None where none has."""
+        for plan in reversed(self._plans.values()):
+            place = plan.find(key, self.embed)
+            if place is not None:
+                kind, step = place
+                return plan.kinds[kind][step + 1 :]
         return None
+
+    def _drop(self) -> None:
+        """Forget outputs, and the embeddings by which steps are found: an adapter may change both."""
+        self._table.clear()
+        for plan in self._plans.values():
+            plan.places.clear()
 
     def _fill(self, steps: list[tuple[Key, torch.Tensor]]) -> None:
         """One pass over the projections for all of ``steps``."""

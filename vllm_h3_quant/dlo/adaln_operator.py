@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -26,21 +26,38 @@ def register(table: Table) -> int:
     return number
 
 
+def mark(linear: Any, index: int, width: int) -> None:
+    """Tell a projection's linear its place among all projections and the width of its output over all ranks.
+
+    The place is a tensor, and so an input of the graph that blocks share. A number would be a constant of it, and each
+    block would be compiled by itself, as many as the compiler allows; the others would run uncompiled.
+    """
+    linear.h3_quant_place = torch.tensor(index, device="cpu")
+    linear.h3_quant_width = width
+
+
+def marked(module: Any) -> tuple[torch.Tensor, int] | None:
+    """What :func:`mark` told a linear, or the one inside of an adapter; None where it told nothing."""
+    linear = getattr(module, "base_layer", module)
+    place = getattr(linear, "h3_quant_place", None)
+    return None if place is None else (place, linear.h3_quant_width)
+
+
 @torch.library.custom_op("h3_quant::hosted_adaln", mutates_args=())
-def output(embedding: torch.Tensor, table: int, index: int, width: int) -> torch.Tensor:
-    """A copy of the ``(M, width)`` output of the projection ``index`` for the embeddings that were prepared.
+def output(embedding: torch.Tensor, table: int, place: torch.Tensor, width: int) -> torch.Tensor:
+    """A copy of the ``(M, width)`` output of one projection for the embeddings that were prepared.
 
     A copy, because a compiled block may write over what an operator returned.
 
     Args:
         embedding: ``(M, E)``; it ties the call to its step.
         table: number of the table.
-        index: place of the projection in the DiT.
+        place: ``()`` int64 on the host, of the projection among all of the DiT.
         width: of its output.
     """
-    return _tables[table].output_of(index).clone()
+    return _tables[table].output_of(int(place)).clone()
 
 
 @output.register_fake
-def _(embedding: torch.Tensor, table: int, index: int, width: int) -> torch.Tensor:
+def _(embedding: torch.Tensor, table: int, place: torch.Tensor, width: int) -> torch.Tensor:
     return embedding.new_empty(embedding.shape[0], width, dtype=torch.bfloat16)

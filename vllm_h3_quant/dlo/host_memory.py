@@ -14,7 +14,7 @@ from vllm_h3_quant.upstream.process_store import process_store
 
 def install() -> None:
     """Keep what is offloaded from now on in this process in buffers of this package."""
-    offload.install(pack, pinned_copies)
+    offload.install(pack, copies)
 
 
 def pack(tensors: Sequence[torch.Tensor], *, pinned: bool, ranks: int, rank: int) -> tuple[torch.Tensor, list[Place]]:
@@ -22,6 +22,10 @@ def pack(tensors: Sequence[torch.Tensor], *, pinned: bool, ranks: int, rank: int
     return packing.pack(tensors, pinned=pinned and pages.can_pin(), store=process_store(), ranks=ranks, rank=rank)
 
 
-def pinned_copies(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """:func:`packing.copies`, pinned, and shared with ranks of this engine that hold the same bytes."""
-    return packing.copies(sources, pinned=pages.can_pin(), store=process_store())
+def copies(sources: Sequence[torch.Tensor], *, pinned: bool) -> Sequence[torch.Tensor]:
+    """:func:`packing.copies`, shared with ranks of this engine that hold the same bytes.
+
+    The sources themselves where neither pages are to be locked nor another rank could share them.
+    """
+    pinned, store = pinned and pages.can_pin(), process_store()
+    return packing.copies(sources, pinned=pinned, store=store) if pinned or store is not None else sources

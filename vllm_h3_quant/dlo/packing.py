@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_h3_quant.dlo import pages
-from vllm_h3_quant.dlo.sharing import Store, shared
+from vllm_h3_quant.dlo import pages, sharing
+from vllm_h3_quant.dlo.sharing import Store
 
 ALIGNMENT = 128
 """Bytes."""
@@ -66,13 +66,14 @@ def pack(
     # Fresh pages are zeros.
     # A GPU copies into pinned pages; the host's own threads fill fresh ones faster than CUDA would.
     early = pinned and any(tensor.is_cuda for tensor in tensors)
-    raw = pages.allocate(max(length, 1) * dtype.itemsize, pinned=early, shareable=store is not None)
+    nbytes = max(length, 1) * dtype.itemsize
+    raw = pages.allocate(nbytes, pinned=early, shareable=store is not None and nbytes >= sharing.SMALLEST)
     buffer = raw.view(dtype)[:length]
     for tensor, place, span in zip(tensors, at, spans, strict=True):
         low, high = max(place.offset, first), min(place.offset + span, last)
         if low < high:
             _copy(tensor, buffer[low - first : high - first], low - place.offset, span)
-    raw = shared(raw, store, pinned=pinned)
+    raw = sharing.shared(raw, store, pinned=pinned)
     if pinned:
         pages.pin(raw)
     return raw.view(dtype)[:length], at

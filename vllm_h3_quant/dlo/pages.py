@@ -8,6 +8,7 @@ system and are registered with CUDA in place, which is also faster. Seconds a Gi
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import sys
@@ -52,7 +53,8 @@ class _Pages(mmap.mmap):
         if self.pinned:
             # A copy from these pages may still be under way.
             torch.cuda.synchronize()
-            torch.cuda.cudart().cudaHostUnregister(self.address)
+            if int(torch.cuda.cudart().cudaHostUnregister(self.address)):
+                forget_last_error()
         if self.fd >= 0:
             os.close(self.fd)
 
@@ -126,12 +128,19 @@ def pin(tensor: torch.Tensor) -> None:
     runtime = torch.cuda.cudart()
     error = int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0))
     if error:
+        forget_last_error()
         raise H3QuantError(
             f"{tensor.numel() / 2**30:.2f} GiB of host memory cannot be pinned (CUDA error {error}): free host memory,"
             " or set pin_cpu_memory=False"
         )
     pages.address = tensor.data_ptr()
     pages.pinned = True
+
+
+def forget_last_error() -> None:
+    """Have CUDA's runtime forget the error of a call, which PyTorch would else take for that of its next kernel."""
+    major = (torch.version.cuda or "").partition(".")[0]
+    ctypes.CDLL(f"libcudart.so.{major}").cudaGetLastError()
 
 
 def part(tensor: torch.Tensor, first: int, nbytes: int) -> torch.Tensor:

@@ -21,17 +21,21 @@ SMALLEST = 2**20
 """Bytes below which a tensor is not worth pages of its own."""
 
 
-def return_to_host(module: Module) -> None:
+def return_to_host(module: Module, *, pinned: bool) -> None:
     """Move a module's parameters and buffers to the host, each with its strides; on return they are there.
 
     Pages that CUDA does not register are copied to as pageable memory: where weights must be pinned, offload says so.
+
+    Args:
+        module: whose tensors move.
+        pinned: whether CUDA may lock pages.
 
     Raises:
         H3QuantError: the host has no memory left for them.
     """
     for tensor in chain(module.parameters(), module.buffers()):
         if tensor.is_cuda and tensor.numel() * tensor.element_size() >= SMALLEST:
-            tensor.data = page_copy(tensor.data, pinned=True)
+            tensor.data = page_copy(tensor.data, pinned=pinned)
     module.to("cpu")
 
 
@@ -42,6 +46,7 @@ def page_copy(tensor: torch.Tensor, *, pinned: bool) -> torch.Tensor:
         try:
             pages.pin(raw)
         except H3QuantError as error:
-            logger.warning_once("Loaded layers return to the host slowly: %s", str(error))
+            # Without the advice, which is for weights that have to be pinned.
+            logger.warning_once("Loaded layers return to the host slowly: %s", str(error).partition(":")[0])
     copy = torch.as_strided(raw.view(tensor.dtype), tensor.shape, tensor.stride())
     return copy.copy_(tensor)

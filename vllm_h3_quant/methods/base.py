@@ -62,6 +62,7 @@ class H3LinearMethod(LinearMethodBase):
         self.by_rows = False
         # Read by vLLM-Omni's loader, which takes it for quantization at load time.
         self.uses_meta_device = not options.checkpoint
+        self.may_pin = True
         self._offload_after_quant = False
         self._shared_divisors: torch.Tensor | None = None
 
@@ -177,7 +178,7 @@ class H3LinearMethod(LinearMethodBase):
         layer._already_called_process_weights_after_loading = True
         keep_dtypes(layer)
         if self._offload_after_quant:
-            return_to_host(layer)
+            return_to_host(layer, pinned=self.may_pin)
 
     def store_for_sharding(self, layer: LinearBase) -> None:
         """Keep the codes by rows from now on, so that HSDP can shard them. Call once the layer is quantized."""

@@ -6,17 +6,19 @@ Symbols, vLLM-Omni 0.30.0, in ``vllm_omni.diffusion.models.minimax_h3``: ``MiniM
 ``minimax_h3_transformer``, of which ``linear``, ``_cache_name``, ``expand_ratio``, ``modality_num`` and ``hidden_size``
 are read and ``_adaln_cache`` is replaced, as is ``MiniMaxH3DiTModel.adaln_cache``; ``time_embedder(t)`` is called.
 ``MiniMaxH3Pipeline._prepare_encoder_conditioning_inputs(self, conditioning, sampling)`` is wrapped: what it returns
-has ``task``, ``num_steps``, ``base_schedule``, ``video_shift`` and ``audio_shift``. Which timesteps those are follows
-from ``minimax_h3_time_shift_sigmas`` of ``time_request`` and from ``MiniMaxH3DenoiseBranch.fill_timesteps`` and the
+has ``task``, ``num_steps``, ``base_schedule``, ``video_shift``, ``audio_shift``, ``locked_audio_rows``,
+``visual_condition`` and ``audio_condition``; ``_transformer_for_task(task)`` is called. Which timesteps those are
+follows from ``minimax_h3_time_shift_sigmas`` of ``time_request``, ``MiniMaxH3DenoiseBranch.fill_timesteps`` and the
 constants of ``denoise_loop``; ``timestep_plans`` of ``adaln_cache`` says the same but leaves out audio that is locked
-and schedules of one step. Of a LoRA layer around a projection
-``base_layer``, ``lora_a_stacked``, ``lora_b_stacked`` and ``_diffusion_lora_active_slices`` are read.
+and schedules of one step. Of a LoRA layer around a projection ``base_layer``, ``lora_a_stacked``, ``lora_b_stacked``
+and ``_diffusion_lora_active_slices`` are read.
 When they move: compare the calls of ``adaln_cache`` in ``minimax_h3_transformer.py`` and ``pipeline_minimax_h3.py``.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,6 +47,13 @@ SYMBOLS = (
     Symbol("vllm-omni", f"{_FOLDER}.denoise_loop", "MINIMAX_H3_IMGVID_COND_TIMESTEP"),
     Symbol("vllm-omni", f"{_FOLDER}.denoise_loop", "MINIMAX_H3_AUDIO_REF_COND_TIMESTEP"),
     Symbol("vllm-omni", f"{_FOLDER}.pipeline_minimax_h3", f"MiniMaxH3Pipeline.{_PREPARE}", ("self",)),
+    Symbol("vllm-omni", f"{_FOLDER}.pipeline_minimax_h3", "MiniMaxH3Pipeline._transformer_for_task", ("self", "task")),
+    Symbol(
+        "vllm-omni",
+        "vllm_omni.diffusion.lora.layers.base_linear",
+        "DiffusionBaseLinearLayerWithLoRA.set_lora",
+        ("index", "lora_a", "lora_b"),
+    ),
 )
 _ORIGINAL = "_h3_quant_original"
 
@@ -78,14 +87,16 @@ class AdalnProjection:
     def state(self) -> object:
         """Of the adapter around the linear: which one, whether it is on, and how often it was written."""
         linear = self.module.linear
-        stacked = [
-            *vars(linear).get("lora_a_stacked", ()),
-            *vars(linear).get("lora_b_stacked", ()),
-        ]
+        if linear is self.linear:
+            return id(linear)
+        # Read so that a name which has moved is an error: an adapter would change and its outputs would not.
         return (
             id(linear),
-            vars(linear).get("_diffusion_lora_active_slices"),
-            [(tensor.data_ptr(), None if tensor.is_inference() else tensor._version) for tensor in stacked],
+            linear._diffusion_lora_active_slices,
+            [
+                (tensor.data_ptr(), None if tensor.is_inference() else tensor._version)
+                for tensor in (*linear.lora_a_stacked, *linear.lora_b_stacked)
+            ],
         )
 
     def run(self, embedding: torch.Tensor, weight: torch.Tensor) -> None:
@@ -129,7 +140,8 @@ def replace_cache(transformer: Any, cache: Any) -> None:
 def announce_schedules(announce: Announce) -> None:
     """Call ``announce(DiT, identity, plans)`` before each request's first step.
 
-    ``plans()`` gives, for each kind of request, the distinct timesteps of its steps. A second call replaces the first.
+    ``plans()`` gives, for each kind of request, the distinct timesteps of its steps, and first those of the kind that
+    this request is of when it starts: the windows of a long clip may differ. A second call replaces the first.
     """
     from vllm_omni.diffusion.models.minimax_h3.pipeline_minimax_h3 import MiniMaxH3Pipeline
 
@@ -139,18 +151,29 @@ def announce_schedules(announce: Announce) -> None:
     @functools.wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         context: dict[str, Any] = original(self, *args, **kwargs)
-        identity = _identity(context)
-        announce(self._transformer_for_task(context["task"]), identity, functools.partial(_plans, identity))
+        schedule, conditions = _schedule(context), _conditions(context)
+        plans = functools.partial(_plans, schedule, conditions)
+        announce(self._transformer_for_task(context["task"]), (schedule, conditions), plans)
         return context
 
     setattr(prepare, _ORIGINAL, original)
     setattr(MiniMaxH3Pipeline, _PREPARE, prepare)
 
 
-Identity = tuple[int, tuple[float, ...] | None, float, float]
+Schedule = tuple[int, tuple[float, ...] | None, float, float]
+Conditions = tuple[bool, bool, bool]
+"""Whether audio is locked to a source, and whether frames and sounds condition the clip."""
 
 
-def _identity(context: dict[str, Any]) -> Identity:
+def _conditions(context: dict[str, Any]) -> Conditions:
+    return (
+        context["locked_audio_rows"] is not None,
+        context["visual_condition"] is not None,
+        context["audio_condition"] is not None,
+    )
+
+
+def _schedule(context: dict[str, Any]) -> Schedule:
     base = context["base_schedule"]
     return (
         context["num_steps"],
@@ -160,8 +183,8 @@ def _identity(context: dict[str, Any]) -> Identity:
     )
 
 
-def _plans(identity: Identity) -> list[Sequence[torch.Tensor]]:
-    """For each kind of request the distinct timesteps of its steps.
+def _plans(schedule: Schedule, likely: Conditions) -> list[Sequence[torch.Tensor]]:
+    """For each kind of request the distinct timesteps of its steps, the likely kind first.
 
     Text and padding have the video's; audio its own, or that of clean audio where it is locked to a source; frames
     and sounds that condition the clip at least a constant each.
@@ -169,7 +192,7 @@ def _plans(identity: Identity) -> list[Sequence[torch.Tensor]]:
     from vllm_omni.diffusion.models.minimax_h3 import denoise_loop
     from vllm_omni.diffusion.models.minimax_h3.time_request import minimax_h3_time_shift_sigmas
 
-    steps, base, *shifts = identity
+    steps, base, *shifts = schedule
     video, audio = (
         [1.0 - sigma for sigma in minimax_h3_time_shift_sigmas(num_steps=steps, shift_scale=shift, base_schedule=base)]
         for shift in shifts
@@ -177,13 +200,13 @@ def _plans(identity: Identity) -> list[Sequence[torch.Tensor]]:
     frames = [max(t, denoise_loop.MINIMAX_H3_IMGVID_COND_TIMESTEP) for t in video]
     sounds = [max(t, denoise_loop.MINIMAX_H3_AUDIO_REF_COND_TIMESTEP) for t in audio]
     locked = [1.0] * len(audio)
-    kinds = [
-        [video, target, *conditions]
-        for target in (audio, locked)
-        for conditions in ([], [frames], [sounds], [frames, sounds])
+    kinds = sorted(itertools.product((False, True), repeat=3), key=lambda kind: kind != likely)
+    rows = [
+        [video, locked if is_locked else audio, *[frames] * has_frames, *[sounds] * has_sounds]
+        for is_locked, has_frames, has_sounds in kinds
     ]
     # The last sigma is where the last step leads to, and no step begins there.
     return [
         [torch.tensor(step, dtype=torch.float32).unique(sorted=True) for step in list(zip(*kind, strict=True))[:-1]]
-        for kind in kinds
+        for kind in rows
     ]

@@ -70,18 +70,20 @@ class Pack(Protocol):
     ) -> tuple[torch.Tensor, Sequence[Place]]: ...
 
 
-PinnedCopies = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+class Copies(Protocol):
+    """Puts storages, ``(bytes,)`` uint8 each, into host memory; storages of the same lengths."""
+
+    def __call__(self, sources: Sequence[torch.Tensor], *, pinned: bool) -> Sequence[torch.Tensor]: ...
 
 
-def install(pack: Pack, pinned_copies: PinnedCopies) -> None:
-    """Keep what is offloaded from now on in this process where ``pack`` and ``pinned_copies`` put it.
+def install(pack: Pack, copies: Copies) -> None:
+    """Keep what is offloaded from now on in this process where ``pack`` and ``copies`` put it.
 
     A second call replaces the first.
 
     Args:
         pack: for a block's tensors of one dtype.
-        pinned_copies: for the storages of modules that are offloaded as a whole, ``(bytes,)`` uint8 each; what it
-            returns are storages of the same lengths.
+        copies: for the storages of modules that are offloaded as a whole.
     """
     from vllm_omni.diffusion.offloader.distributed_layerwise_backend import DistributedLayerwiseOffloadHook
     from vllm_omni.diffusion.offloader.layerwise_backend import LayerwiseOffloadHook
@@ -90,7 +92,7 @@ def install(pack: Pack, pinned_copies: PinnedCopies) -> None:
     LayerwiseOffloadHook._to_cpu = staticmethod(_packing_block(pack))
     DistributedLayerwiseOffloadHook._shard_and_pin = staticmethod(_packing_share(pack))
     snapshot = _original(PinnedModuleStager._snapshot_groups.__func__)
-    PinnedModuleStager._snapshot_groups = classmethod(_pinning_in_place(snapshot, pinned_copies))
+    PinnedModuleStager._snapshot_groups = classmethod(_copying(snapshot, copies))
 
 
 def _original(current: Callable[..., Any]) -> Callable[..., Any]:
@@ -154,17 +156,17 @@ def _pack(
     return packed, described
 
 
-def _pinning_in_place(snapshot: Callable[..., Any], pinned_copies: PinnedCopies) -> Callable[..., Any]:
-    """Pin the masters of modules that are staged together."""
+def _copying(snapshot: Callable[..., Any], copies: Copies) -> Callable[..., Any]:
+    """Keep the masters of modules that are staged together in ``copies`` of them."""
 
-    def snapshot_and_pin(cls: Any, modules: Any, *, pin_memory: bool) -> Any:
+    def snapshot_and_copy(cls: Any, modules: Any, *, pin_memory: bool) -> Any:
         groups = snapshot(cls, modules, pin_memory=False)
-        filled = [group for group in groups if group.master.numel()] if pin_memory else []
+        filled = [group for group in groups if group.master.numel()]
         if filled:
-            masters = pinned_copies([group.master for group in filled])
+            masters = copies([group.master for group in filled], pinned=pin_memory)
             for group, master in zip(filled, masters, strict=True):
                 group.master = master
         return groups
 
-    setattr(snapshot_and_pin, _ORIGINAL, snapshot)
-    return snapshot_and_pin
+    setattr(snapshot_and_copy, _ORIGINAL, snapshot)
+    return snapshot_and_copy
