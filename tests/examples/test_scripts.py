@@ -34,6 +34,7 @@ def test_every_server_script_is_found() -> None:
         "run_server_components.sh",
         "run_server_fp8.sh",
         "run_server_int8.sh",
+        "run_server_offload.sh",
     ]
 
 
@@ -69,7 +70,7 @@ def test_server_script_passes_its_settings_on_and_logs(
     assert given[-2:] == ["--host", "a b"]
     quantized = [word for word in given if "h3_fp8" in word or "h3_int8" in word]
     assert len(quantized) == 1
-    option = "--diffusion-quantization-config" if "components" in script.name else "--quantization"
+    option = "--diffusion-quantization-config" if quantized[0].startswith("{") else "--quantization"
     assert given[given.index(quantized[0]) - 1] == option
     assert (run_dir / "server.log").read_text() == done.stdout
 

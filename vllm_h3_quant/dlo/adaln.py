@@ -3,8 +3,8 @@
 MiniMax-H3's AdaLN projections hold 24.2 GiB in bf16 and do almost no work: each step puts a few rows through them, one
 for each of its distinct timesteps, and which those are is known when a request starts. So a schedule's outputs are
 computed in one pass over the projections, each copied to the device once while the one before it computes, and kept
-there. They are computed step by step, with the rows that the step has, so
-that they are the bytes that the projection itself would have returned then; the products hide behind the copies.
+there. They are computed step by step, with the rows that the step has, so that they are the bytes that the projection
+itself would have returned then; the products hide behind the copies.
 
 A step that no schedule announced is computed when it comes, by a pass of its own. Such are edits with soft masks, and
 steps of several requests in one forward, which have the timesteps of all of them.
@@ -78,7 +78,6 @@ class Rest(Protocol):
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 Key = tuple[int, bytes]
-
 
 Kinds = Sequence[Sequence[torch.Tensor]]
 """For each kind that a request may be of, the distinct timesteps of one step after the other; the likely kind first. A
