@@ -25,7 +25,7 @@ from vllm_h3_quant.kernels.attention.scaling import Scaling
 from vllm_h3_quant.kernels.formats import FP8
 from vllm_h3_quant.kernels.hadamard import hadamard_reference
 from vllm_h3_quant.testing.attention import Outliers, exact_attention, synthetic_qkv
-from vllm_h3_quant.testing.bench_report import Row, environment, report
+from vllm_h3_quant.testing.bench_report import Row, environment, report, untimed
 from vllm_h3_quant.testing.numeric import relative_l2
 
 STEPS = ("codes alone", "+ mean of K removed", "+ mean of V removed", "+ rotation", "+ balance")
@@ -130,21 +130,7 @@ def _identity(v_divisor: torch.Tensor, mean: torch.Tensor) -> Scaling:
 
 
 def row(kind: str, step: str, case: dict[str, object], extra: dict[str, object], device: torch.device) -> Row:
-    """A row without times."""
-    return Row(
-        benchmark="attention ablation",
-        case=case,
-        variant=f"{kind}: {step}",
-        ms=None,
-        ms_p20=None,
-        ms_p80=None,
-        repetitions=0,
-        gb_s=None,
-        tflop_s=None,
-        extra=extra,
-        unavailable=None,
-        environment=environment(device),
-    )
+    return untimed("attention ablation", case, f"{kind}: {step}", extra, environment(device))
 
 
 if __name__ == "__main__":

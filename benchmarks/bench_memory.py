@@ -43,7 +43,7 @@ from vllm_h3_quant.config import H3QuantOptions, parse
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.architecture import ROPE, Architecture, Expected
 from vllm_h3_quant.methods.scope import hosts, quantizes, role_of
-from vllm_h3_quant.testing.bench_report import Environment, Row, environment, print_table
+from vllm_h3_quant.testing.bench_report import Environment, Row, environment, print_table, untimed
 
 METHODS = ("bf16", "h3_fp8")
 ROLES = ("blocks", "AdaLN", "token refiner", "rest")
@@ -236,20 +236,7 @@ def _row(
     extra: Mapping[str, object],
     where: Environment | None = None,
 ) -> Row:
-    return Row(
-        benchmark=benchmark,
-        case=case,
-        variant=variant,
-        ms=None,
-        ms_p20=None,
-        ms_p80=None,
-        repetitions=0,
-        gb_s=None,
-        tflop_s=None,
-        extra=extra,
-        unavailable=None,
-        environment=where or unmeasured([], environment(torch.device("cpu"))),
-    )
+    return untimed(benchmark, case, variant, extra, where or unmeasured([], environment(torch.device("cpu"))))
 
 
 if __name__ == "__main__":

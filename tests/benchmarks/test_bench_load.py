@@ -11,7 +11,9 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import bench_load
@@ -43,12 +45,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def scripts(stand_ins: Callable[[ModuleType], Path]) -> Path:
     """A folder for what stands in for the two scripts that the benchmark starts."""
-    folder = tmp_path / "scripts"
-    folder.mkdir()
-    monkeypatch.setattr(bench_load, "HERE", folder)
-    return folder
+    return stand_ins(bench_load)
 
 
 def bench(*arguments: object) -> Any:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import bench_memory
@@ -62,12 +63,9 @@ def measured(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def scripts(stand_ins: Callable[[ModuleType], Path]) -> Path:
     """A folder for what stands in for the script that the benchmark starts."""
-    folder = tmp_path / "scripts"
-    folder.mkdir()
-    monkeypatch.setattr(bench_offload, "HERE", folder)
-    return folder
+    return stand_ins(bench_offload)
 
 
 def command(main: Callable[..., None], *arguments: object) -> Any:

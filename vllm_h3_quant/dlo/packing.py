@@ -57,6 +57,9 @@ def pack(
 
     Returns:
         ``(length,)`` of the tensors' dtype, and the tensors' places in the whole buffer.
+
+    Raises:
+        H3QuantError: the host has no memory left, or CUDA does not register it.
     """
     dtype = tensors[0].dtype
     spans = [_span(tensor) for tensor in tensors]
@@ -86,6 +89,9 @@ def copies(sources: Sequence[torch.Tensor], *, pinned: bool, store: Store | None
         sources: ``(bytes,)`` uint8, at least one.
         pinned: register the buffer with CUDA.
         store: share the buffer with ranks that hold the same bytes; None keeps it private.
+
+    Raises:
+        H3QuantError: as :func:`pack`.
     """
     buffer, at = pack(sources, pinned=pinned, store=store)
     return [pages.part(buffer, place.offset, source.numel()) for source, place in zip(sources, at, strict=True)]

@@ -96,6 +96,7 @@ def attach(pid: int, fd: int, nbytes: int, *, pinned: bool) -> torch.Tensor:
 
     Raises:
         OSError: they cannot be reached, or are no longer what was named.
+        H3QuantError: CUDA refuses to register them.
     """
     path = f"/proc/{pid}/fd/{fd}"
     if NAME not in os.readlink(path):

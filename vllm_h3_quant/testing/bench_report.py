@@ -64,6 +64,26 @@ class Row:
         return cells | asdict(self.environment)
 
 
+def untimed(
+    benchmark: str, case: Mapping[str, object], variant: str, extra: Mapping[str, object], where: Environment
+) -> Row:
+    """A row that has figures and no times."""
+    return Row(
+        benchmark=benchmark,
+        case=case,
+        variant=variant,
+        ms=None,
+        ms_p20=None,
+        ms_p80=None,
+        repetitions=0,
+        gb_s=None,
+        tflop_s=None,
+        extra=extra,
+        unavailable=None,
+        environment=where,
+    )
+
+
 COLUMNS: tuple[str, ...] = (
     *(f.name for f in fields(Row) if f.name != "environment"),
     *(f.name for f in fields(Environment)),
