@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from load_once import HostMemory, device_memory, engine, grown, status
 
-from vllm_h3_quant.dlo import pages
+from vllm_h3_quant import pages
 from vllm_h3_quant.dlo.adaln import HostedAdaln
 from vllm_h3_quant.testing.bench_report import environment
 from vllm_h3_quant.testing.denoise import denoise, denoise_inputs, in_runner, largest_clip, offload

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from vllm_h3_quant.dlo import pages, sharing
+from vllm_h3_quant import pages
+from vllm_h3_quant.dlo import sharing
 from vllm_h3_quant.testing.denoise import Clip, denoise, denoise_inputs, offload
 from vllm_h3_quant.testing.engine import free_port, load_pipeline, process_groups
 

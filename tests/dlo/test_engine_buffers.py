@@ -10,19 +10,20 @@ import torch
 from cuda_runtime import Runtime
 from torch import nn
 
-from vllm_h3_quant.dlo import host_memory, pages
+from vllm_h3_quant import pages
+from vllm_h3_quant.dlo import host_memory
 from vllm_h3_quant.dlo.packing import ALIGNMENT
 
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()  # pages of other tests leave through CUDA itself
     runtime = Runtime()
     monkeypatch.setattr(pages, "can_pin", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     host_memory.install()
     host_memory.install()
-    gc.collect()
 
 
 def block() -> nn.Module:

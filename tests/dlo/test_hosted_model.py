@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_h3_quant.dlo import pages
+from vllm_h3_quant import pages
 from vllm_h3_quant.dlo.adaln import HostedAdaln
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.export.config import parse_request

@@ -24,7 +24,7 @@ from dit_requests import (
 )
 from peft_adapter import write_adapter
 
-from vllm_h3_quant.dlo import pages
+from vllm_h3_quant import pages
 from vllm_h3_quant.dlo.packing import ALIGNMENT
 from vllm_h3_quant.export.config import parse_request
 from vllm_h3_quant.export.run import export

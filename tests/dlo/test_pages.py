@@ -13,7 +13,7 @@ import pytest
 import torch
 from cuda_runtime import Runtime
 
-from vllm_h3_quant.dlo import pages
+from vllm_h3_quant import pages
 from vllm_h3_quant.errors import H3QuantError
 
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -62,6 +62,15 @@ def test_pinned_pages_are_unregistered_before_they_are_unmapped(runtime: Runtime
     assert runtime.registered == {}
 
 
+def test_pages_are_unregistered_where_they_were_registered(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An address that CUDA believes to be registered could not be registered again."""
+    tensor = pages.allocate(PAGE, pinned=True)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    del tensor
+    gc.collect()
+    assert runtime.registered == {}
+
+
 def test_pages_that_cuda_refuses_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error=2))
     with pytest.raises(H3QuantError, match=r"cannot be pinned \(CUDA error 2\).*pin_cpu_memory=False"):
@@ -69,7 +78,7 @@ def test_pages_that_cuda_refuses_are_not_kept(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_more_than_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(H3QuantError, match=r"1048576\.00 GiB of host memory .* cannot be had"):
+    with pytest.raises(H3QuantError, match=r"1048576\.00 GiB of host memory cannot be had"):
         pages.allocate(2**50, pinned=False)
 
 
@@ -117,9 +126,9 @@ def test_pages_that_are_not_what_was_named(wrong: Callable[[int, int, int], tupl
 @pytest.mark.gpu
 def test_an_error_that_was_told_is_not_found_by_the_next_kernel() -> None:
     tensor = pages.allocate(PAGE, pinned=True)
-    again = pages._of_tensor[tensor.untyped_storage()]
-    again.pinned = False
+    registered = pages._of_tensor[tensor.untyped_storage()]
+    runtime, registered.runtime = registered.runtime, None
     with pytest.raises(H3QuantError, match="cannot be pinned"):
         pages.pin(tensor)  # registered already
-    again.pinned = True
+    registered.runtime = runtime
     assert torch.ones(3, device="cuda").add(1).sum() == 6

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from vllm_h3_quant import pages
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.header import Entry
 
@@ -197,9 +198,9 @@ def _ranges(begin: int, end: int, width: int, file_end: int) -> Iterator[tuple[i
 
 
 def _buffer() -> _Buffer:
-    pinned = torch.cuda.is_available()
-    memory = torch.empty(CHUNK, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-    return _Buffer(memory, torch.cuda.Event() if pinned else None)
+    # PyTorch's pinned allocator would keep the memory when the load is over.
+    pinned = pages.can_pin()
+    return _Buffer(pages.allocate(CHUNK, pinned=pinned), torch.cuda.Event() if pinned else None)
 
 
 def _read(descriptor: int, into: memoryview, position: int) -> int:

@@ -15,6 +15,7 @@ import sys
 import weakref
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -44,8 +45,12 @@ class _Pages(mmap.mmap):
 
     fd: int = -1
     address: int = 0
-    pinned: bool = False
+    runtime: Any = None  # of CUDA, while the pages are registered with it
     foreign: bool = False
+
+    @property
+    def pinned(self) -> bool:
+        return self.runtime is not None
 
     def __del__(self) -> None:
         if sys.is_finalizing():
@@ -53,7 +58,7 @@ class _Pages(mmap.mmap):
         if self.pinned:
             # A copy from these pages may still be under way.
             torch.cuda.synchronize()
-            if int(torch.cuda.cudart().cudaHostUnregister(self.address)):
+            if int(self.runtime.cudaHostUnregister(self.address)):
                 forget_last_error()
         if self.fd >= 0:
             os.close(self.fd)
@@ -84,8 +89,8 @@ def allocate(nbytes: int, *, pinned: bool, shareable: bool = False) -> torch.Ten
         if fd >= 0:
             os.close(fd)
         raise H3QuantError(
-            f"{nbytes / 2**30:.2f} GiB of host memory for offloaded weights cannot be had ({error.strerror}): free host"
-            " memory, or offload fewer components"
+            f"{nbytes / 2**30:.2f} GiB of host memory cannot be had ({error.strerror}): free host memory, or offload"
+            " fewer components"
         ) from None
     pages.fd = fd
     return _tensor(pages, nbytes, pinned)
@@ -132,10 +137,10 @@ def pin(tensor: torch.Tensor) -> None:
         forget_last_error()
         raise H3QuantError(
             f"{tensor.numel() / 2**30:.2f} GiB of host memory cannot be pinned (CUDA error {error}): free host memory,"
-            " or set pin_cpu_memory=False"
+            " or pin no offloaded weights (pin_cpu_memory=False)"
         )
     pages.address = tensor.data_ptr()
-    pages.pinned = True
+    pages.runtime = runtime
 
 
 def forget_last_error() -> None:
