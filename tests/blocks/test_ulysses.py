@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine_process import environment
 
 from vllm_h3_quant.blocks.edges import EXCHANGED
 from vllm_h3_quant.testing.engine import free_port
@@ -21,12 +22,11 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.mark.timeout(300)
 def test_fusion_changes_no_byte() -> None:
     port = str(free_port())
-    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    path = os.pathsep.join([str(BENCHMARKS), inherited.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
     ranks = [
         subprocess.Popen(
             [sys.executable, str(SCRIPT), str(rank), "2", port],
-            env={**inherited, "PYTHONPATH": path},
+            env=environment(PYTHONPATH=path),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -32,11 +32,12 @@ from vllm_h3_quant.testing.denoise import offload
 from vllm_h3_quant.testing.tiny_h3 import TinyH3, write_tiny_h3
 
 CASES = [
-    *((3, "h3_fp8", mode) for mode in MODES),
-    *((4, "h3_int8", mode) for mode in ("layerwise", "rank-local", "one block stays")),
-    *((4, "host", mode) for mode in ("resident", *MODES)),
+    *((3, "h3_fp8", mode) for mode in ("layerwise", "rank-local", "all blocks stay", "public")),
+    *((4, "h3_int8", mode) for mode in ("layerwise", "rank-local")),
+    *((4, "host", mode) for mode in ("resident", "layerwise", "rank-local", "one block stays", "all blocks stay")),
 ]
-"""Blocks (an odd and an even number of them go round two buffers differently), configuration and mode."""
+"""Blocks (an odd and an even number of them go round two buffers differently), configuration and mode; "public" is the
+engine's other way to ask for one block that stays."""
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
@@ -64,17 +65,16 @@ class TestRequests:
         for seed in (0, 1, 0):
             assert same(runs.request(seed), runs.expected[seed])
 
-    @pytest.mark.parametrize("at", [0, 1, 2])
-    def test_a_good_one_after_an_error_in_a_block(self, runs: Runs, at: int) -> None:
+    def test_a_good_one_after_an_error_in_a_block(self, runs: Runs) -> None:
         def fail(*_: Any) -> None:
             raise MemoryError("in the middle of a block")
 
-        broken = runs.pipeline.transformer.blocks[at].mlp.fc2.register_forward_pre_hook(fail)
-        with pytest.raises(MemoryError):
-            runs.request(0)
-        broken.remove()
-        assert same(runs.request(1), runs.expected[1])
-        assert same(runs.request(0), runs.expected[0])
+        for at, block in enumerate(runs.pipeline.transformer.blocks):
+            broken = block.mlp.fc2.register_forward_pre_hook(fail)
+            with pytest.raises(MemoryError):
+                runs.request(0)
+            broken.remove()
+            assert same(runs.request(at % 2), runs.expected[at % 2]), f"after an error in block {at}"
 
     def test_tensors_on_the_device_are_what_was_loaded(self, runs: Runs) -> None:
         seen: dict[str, Layout] = {}

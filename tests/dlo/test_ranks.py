@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_process import environment
 
 from vllm_h3_quant.export.config import parse_request
 from vllm_h3_quant.export.run import export
@@ -50,10 +51,9 @@ def found(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "hsdp host": (tiny, HOST, {}, "hsdp"),
     }
     named = {name: dict(zip(("model", "config", "fields", "split"), run, strict=True)) for name, run in runs.items()}
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, SCRIPT, out, json.dumps(named)],
-        env=environment,
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=280,

@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from engine_process import command, run
+from engine_process import command, run, script
+
+METHOD = (["--quantization", "h3_fp9"], "unknown method 'h3_fp9'; did you mean 'h3_fp8'?")
+WRONG: dict[str, tuple[list[str], str]] = {
+    "method": METHOD,
+    "component": (
+        ["--diffusion-quantization-config", '{"transfomer": {"method": "h3_fp8"}}'],
+        "unknown component 'transfomer'; did you mean 'transformer'?",
+    ),
+    "layer": (
+        ["--diffusion-quantization-config", '{"method": "h3_int8", "ignored_layers": ["blocks.0.attn.q_proj"]}'],
+        "'blocks.0.attn.q_proj' matches no linear; did you mean 'blocks.0.attn.qkv_proj'?",
+    ),
+    "twice": (
+        ["--quantization", "h3_fp8", "--diffusion-quantization-config", '{"method": "h3_int8"}'],
+        "cannot both be provided",
+    ),
+    "allgather": (
+        ["--quantization", "h3_fp8", "--enable-distributed-layerwise-offload"],
+        "component 'transformer': h3_fp8 quantizes while it loads and cannot be offloaded by AllGather",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--quantization", "h3_fp9"], "unknown method 'h3_fp9'; did you mean 'h3_fp8'?"),
-        (
-            ["--diffusion-quantization-config", '{"transfomer": {"method": "h3_fp8"}}'],
-            "unknown component 'transfomer'; did you mean 'transformer'?",
-        ),
-        (
-            ["--diffusion-quantization-config", '{"method": "h3_int8", "ignored_layers": ["blocks.0.attn.q_proj"]}'],
-            "'blocks.0.attn.q_proj' matches no linear; did you mean 'blocks.0.attn.qkv_proj'?",
-        ),
-        (
-            ["--quantization", "h3_fp8", "--diffusion-quantization-config", '{"method": "h3_int8"}'],
-            "cannot both be provided",
-        ),
-        (
-            ["--quantization", "h3_fp8", "--enable-distributed-layerwise-offload"],
-            "component 'transformer': h3_fp8 quantizes while it loads and cannot be offloaded by AllGather",
-        ),
-    ],
-    ids=["method", "component", "layer", "twice", "allgather"],
-)
-def test_serve(tiny_h3: Path, arguments: list[str], says: str) -> None:
-    common = ["serve", str(tiny_h3), "--omni", "--port", "0", "--trust-remote-code", "--enforce-eager"]
-    log = run([command("vllm"), *common, "--task-type", "t2va", *arguments], fails=True)
+def serve(model: Path, arguments: list[str]) -> list[str]:
+    common = ["serve", str(model), "--omni", "--port", "0", "--trust-remote-code", "--enforce-eager"]
+    return [*common, "--task-type", "t2va", *arguments]
+
+
+def check(log: str, says: str) -> None:
     last = [line for line in log.splitlines() if line.strip()][-1]
     assert says in last
     assert "Loading weights took" not in log
+
+
+@pytest.fixture(scope="module")
+def served(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wrong")
+    lines = {name: serve(tiny_h3, arguments) for name, (arguments, _) in WRONG.items()}
+    script("forked_commands.py", str(out), json.dumps(lines))
+    return out
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_serve(served: Path, name: str) -> None:
+    assert int((served / f"{name}.status").read_text()) > 0
+    check((served / f"{name}.log").read_text(), WRONG[name][1])
+
+
+def test_the_command_itself(tiny_h3: Path) -> None:
+    """Not a fork of a process that has imported the engine."""
+    arguments, says = METHOD
+    check(run([command("vllm"), *serve(tiny_h3, arguments)], fails=True), says)

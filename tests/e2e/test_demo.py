@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from engine_process import command
+from engine_process import command, environment
 
 from vllm_h3_quant.fidelity.clip import read_clip
 from vllm_h3_quant.fidelity.validate_clip import check_clip
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 def demo(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     line = [command("vllm-h3-quant"), "demo", "--out", out, *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=580)
+    return subprocess.run(line, env=environment(), capture_output=True, text=True, timeout=580)
 
 
 def test_demo_makes_three_clips_a_table_and_a_summary(tiny_h3: Path, tmp_path: Path) -> None:

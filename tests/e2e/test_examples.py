@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from engine_process import environment
 
 from vllm_h3_quant.fidelity.clip import read_clip
 from vllm_h3_quant.fidelity.validate_clip import check_clip
@@ -31,9 +32,9 @@ TINY_REQUEST = {
 }
 
 
-def environment(**settings: str) -> dict[str, str]:
+def settings(**more: str) -> dict[str, str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHON": sys.executable, "VLLM_NO_USAGE_STATS": "1", **settings}
+    return environment(PATH=path, PYTHON=sys.executable, VLLM_NO_USAGE_STATS="1", **more)
 
 
 def free_port() -> str:
@@ -43,12 +44,12 @@ def free_port() -> str:
 
 
 @contextmanager
-def serving(script: str, **settings: str) -> Iterator[None]:
+def serving(script: str, **more: str) -> Iterator[None]:
     """Run a server script in a process group of its own, and end that group."""
     command = [ONLINE / script, "--host", "127.0.0.1", "--enforce-eager"]
     server = subprocess.Popen(
         command,
-        env=environment(**settings),
+        env=settings(**more),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
@@ -81,7 +82,7 @@ def test_server_and_request_scripts(script: str, loaded: tuple[str, ...], tiny_h
     with serving(script, MODEL_ROOT=str(tiny_h3), PORT=port, RUN_DIR=str(tmp_path)):
         done = subprocess.run(
             [ONLINE / "run_curl_t2va.sh"],
-            env=environment(BASE_URL=f"http://127.0.0.1:{port}", RUN_DIR=str(tmp_path), **TINY_REQUEST),
+            env=settings(BASE_URL=f"http://127.0.0.1:{port}", RUN_DIR=str(tmp_path), **TINY_REQUEST),
             capture_output=True,
             text=True,
             timeout=500,
@@ -100,7 +101,7 @@ def test_offline_example(tiny_h3: Path, tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLES / "offline_inference" / "t2va.py", "--model", tiny_h3, "--enforce-eager"]
     done = subprocess.run(
         [*command, "--quantization-config", config, "--out", clip, *options],
-        env=environment(),
+        env=settings(),
         capture_output=True,
         text=True,
         timeout=500,

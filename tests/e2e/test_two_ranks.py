@@ -62,27 +62,20 @@ def test_ranks_take_their_shards_of_an_export(dumped: Path) -> None:
 # Without step_execution the engine's worker hangs on a machine without an accelerator.
 RANKS = {"num_gpus": 2, "step_execution": True}
 HSDP = {"use_hsdp": True, "hsdp_shard_size": 2, **RANKS}
+ULYSSES = {"quantization_config": "h3_int8_full", "ulysses_degree": 2}
 
 
 @pytest.fixture(scope="module")
-def two_ranks(
-    tiny_h3: Path, exports: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Generated]:
-    runs = {
-        method: {"arguments": {"quantization_config": config, "tensor_parallel_size": 2, **RANKS}}
+def two_ranks(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Generated]:
+    """Starts of two ranks take long: what needs no engine is in ``tests/dlo/test_ranks.py``."""
+    arguments: dict[str, dict[str, Any]] = {
+        method: {"quantization_config": config, "tensor_parallel_size": 2, **RANKS}
         for method, config in CONFIGS.items()
     }
-    runs["ulysses"] = {"arguments": {"quantization_config": "h3_int8_full", "ulysses_degree": 2, **RANKS}}
-    runs["allgather"] = {
-        "model": str(exports["h3_int8_full"]),
-        "arguments": {
-            "ulysses_degree": 2,
-            "enable_distributed_layerwise_offload": True,
-            "dlo_use_allgather": True,
-            "pin_cpu_memory": False,
-            **RANKS,
-        },
-    }
+    arguments["ulysses"] = {**ULYSSES, **RANKS}
+    arguments["hsdp"] = {"quantization": "h3_fp8", **HSDP}
+    arguments["hsdp ulysses"] = {**ULYSSES, **HSDP}
+    runs = {name: {"arguments": given} for name, given in arguments.items()}
     return generate(tiny_h3, tmp_path_factory.mktemp("two"), runs, timeout=500)
 
 
@@ -109,32 +102,14 @@ def test_attention_behind_ulysses_is_that_of_one_rank(
     assert two.psnr(one) > one.psnr(clips["bf16"])
 
 
-def test_an_export_may_be_gathered(two_ranks: dict[str, Generated]) -> None:
-    """Distributed offload keeps half of each block's codes on a rank and gathers them: not of online methods."""
-    assert "dit: allgather" in two_ranks["allgather"].log
-    for name, array in two_ranks["ulysses"].arrays.items():
-        assert np.array_equal(two_ranks["allgather"].arrays[name], array), name
-
-
-@pytest.fixture(scope="module")
-def sharded(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Generated]:
-    runs: dict[str, dict[str, Any]] = {
-        "string_fp8": {"arguments": {"quantization": "h3_fp8", **HSDP}},
-        "string_int8": {"arguments": {"quantization": "h3_int8", **HSDP}},
-        "ulysses": {"arguments": {"quantization_config": "h3_int8_full", "ulysses_degree": 2, **HSDP}},
-    }
-    return generate(tiny_h3, tmp_path_factory.mktemp("sharded"), runs, timeout=500)
-
-
-@pytest.mark.parametrize("run", ["string_fp8", "string_int8"])
-def test_hsdp_gives_the_clip_of_one_rank(sharded: dict[str, Generated], clips: dict[str, Generated], run: str) -> None:
+def test_hsdp_gives_the_clip_of_one_rank(two_ranks: dict[str, Generated], clips: dict[str, Generated]) -> None:
     """Each rank runs the whole forward from its half of the codes and the other's."""
-    assert "HSDP applied to model" in sharded[run].log
-    assert "unshardable" not in sharded[run].log, "codes stay whole on every rank"
-    for name, array in sharded[run].arrays.items():
-        assert np.array_equal(array, clips[run].arrays[name]), name
+    assert "HSDP applied to model" in two_ranks["hsdp"].log
+    assert "unshardable" not in two_ranks["hsdp"].log, "codes stay whole on every rank"
+    for name, array in two_ranks["hsdp"].arrays.items():
+        assert np.array_equal(array, clips["string_fp8"].arrays[name]), name
 
 
-def test_hsdp_beside_ulysses(sharded: dict[str, Generated], two_ranks: dict[str, Generated]) -> None:
+def test_hsdp_beside_ulysses(two_ranks: dict[str, Generated]) -> None:
     for name, array in two_ranks["ulysses"].arrays.items():
-        assert np.array_equal(sharded["ulysses"].arrays[name], array), name
+        assert np.array_equal(two_ranks["hsdp ulysses"].arrays[name], array), name
