@@ -36,6 +36,7 @@ HERE = Path(__file__).parent
 STOCK = ("fp8", "int8")
 EXPORT = "export"
 LOADED = ("bf16", *STOCK, *OURS, EXPORT)
+VARIANTS = "bf16,fp8,h3_fp8,h3_int8"
 OFFLOADS = {"cpu": "enable_cpu_offload", "layerwise": "enable_layerwise_offload"}
 
 
@@ -87,8 +88,14 @@ def main(
     model: Annotated[Path, typer.Option(help="Model root.")],
     out: Annotated[Path, typer.Option(help="Folder of load.csv and load.log, which are appended to.")],
     variants: Annotated[
-        Any, typer.Option(parser=check_variants, metavar="V,..", help="Loads; V@layerwise or V@cpu with that offload.")
-    ] = "bf16,fp8,h3_fp8,h3_int8,export",
+        Any,
+        typer.Option(
+            parser=check_variants,
+            metavar="V,..",
+            help="Loads; V@layerwise or V@cpu with that offload.",
+            show_default=f"{VARIANTS}, and {EXPORT} with --export",
+        ),
+    ] = None,
     export: Annotated[Path | None, typer.Option(help="Root of an exported model, for the variant export.")] = None,
     layers: Annotated[
         int | None,
@@ -101,6 +108,10 @@ def main(
 ) -> None:
     """Time loads of a MiniMax-H3, and measure what memory they take."""
     try:
+        loads = check_variants(f"{VARIANTS},{EXPORT}" if export else VARIANTS) if variants is None else variants
+        exported = [load for load in loads if load.name == EXPORT]
+        if exported and export is None:
+            raise H3QuantError(f"--variants: {exported[0]} is a load of an exported model; give its root with --export")
         if layers is not None:
             write_synthetic_h3(model, layers=layers, architecture=TINY if tiny else H3)
         for root in (model, export):
@@ -108,18 +119,14 @@ def main(
                 sizes(root)
         if export is not None:
             check_export(export)
-    except H3QuantError as error:
+    except (H3QuantError, ValueError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(2) from None
     out.mkdir(parents=True, exist_ok=True)
     bench = _Bench(out, repeats=repeats, cold=cold, limit=limit)
-    bench.measure(model, "plain read", [load for load in variants if load.name != EXPORT])
-    exported = [load for load in variants if load.name == EXPORT]
+    bench.measure(model, "plain read", [load for load in loads if load.name != EXPORT])
     if export is not None:
         bench.measure(export, "plain read of export", exported)
-    else:
-        for load in exported:
-            typer.echo(f"{load}: skipped, no --export was given")
     print_table(bench.rows)
     if any(row.unavailable for row in bench.rows):
         raise typer.Exit(1)

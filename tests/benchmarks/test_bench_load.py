@@ -88,7 +88,7 @@ def replies(folder: Path, script: str, *bodies: object) -> None:
 
 def test_loads_on_the_cpu(tmp_path: Path) -> None:
     arguments = ["--model", tmp_path / "h3", "--layers", 1, "--tiny", "--out", tmp_path / "out"]
-    arguments += ["--variants", "bf16,h3_fp8,export"]
+    arguments += ["--variants", "bf16,h3_fp8"]
     done = subprocess.run(
         [sys.executable, "-c", IN_ONE_PROCESS, *map(str, arguments)],
         capture_output=True,
@@ -97,7 +97,6 @@ def test_loads_on_the_cpu(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(BENCHMARKS), "COLUMNS": "200"},
     )
     assert done.returncode == 0, done.stderr
-    assert "export: skipped, no --export was given" in done.stdout
     found = rows(tmp_path / "out")
     assert list(found) == ["plain read", "bf16", "h3_fp8"]
     nbytes = weight_files.total_bytes(weight_files.weight_files(tmp_path / "h3"))
@@ -201,6 +200,36 @@ def test_a_model_that_is_no_export(model: Path, tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert f"--export {model} is MiniMax-H3 bf16; write one with vllm-h3-quant export" in done.output.replace("\n", "")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_without_its_root(model: Path, tmp_path: Path) -> None:
+    done = bench("--model", model, "--variants", "h3_fp8,export@layerwise", "--out", tmp_path / "out")
+    assert done.exit_code == 2
+    assert "--variants: export@layerwise is a load of an exported model; give its root with --export" in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_of_the_engine_that_is_served_by_us(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Among the variants that nobody asked for by name."""
+    monkeypatch.setenv(REPLACE_VARIABLE, "fp8")
+    done = bench("--model", model, "--out", tmp_path / "out")
+    assert done.exit_code == 2
+    assert f"{REPLACE_VARIABLE} serves 'fp8' with this package" in done.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_is_loaded_where_one_is_given(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(bench_load, "check_export", lambda root: None)
+    monkeypatch.setattr(
+        bench_load._Bench, "measure", lambda self, root, title, loads: measured.append((title, [*map(str, loads)]))
+    )
+    assert bench("--model", model, "--out", tmp_path).exit_code == 0
+    assert bench("--model", model, "--export", model, "--out", tmp_path).exit_code == 0
+    online = ("plain read", ["bf16", "fp8", "h3_fp8", "h3_int8"])
+    assert measured == [online, online, ("plain read of export", ["export"])]
 
 
 def test_another_synthetic_model_at_the_place(model: Path, tmp_path: Path) -> None:
