@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
-from vllm_h3_quant import report
+from vllm_h3_quant import intake, report
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.export.config import parse_request
 from vllm_h3_quant.export.run import export
@@ -175,6 +175,23 @@ def test_the_report_says_what_was_loaded(
         "transformer: ModelOpt FP8, 0.01 GiB: codes of 13 linears are used as they are, 0 are decoded and quantized"
         " again, 12 linears are values and stay so"
     )
+
+
+def test_a_load_tells_what_a_plan_notes(
+    load_pipeline: Load, roots: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    planned = intake.plan_transformer
+
+    def noted(*arguments: Any) -> Any:
+        plan = planned(*arguments)
+        plan.notes.append("bits were lost")
+        return plan
+
+    monkeypatch.setattr(intake, "plan_transformer", noted)
+    monkeypatch.setattr(intake.logger, "warning", lambda text, *values: said.append(text % values))
+    load_pipeline(FP8, model=roots("diffusers_bf16"))
+    assert said == ["bits were lost"]
 
 
 def test_codes_merge_no_adapter_while_they_are_read(

@@ -179,6 +179,8 @@ def take_in(loader: Any, model: Module) -> None:
         component.prepare()
         _components[name] = component
         logger.info("%s", component.describe())
+        for note in plan.notes:
+            logger.warning("%s", note)
 
 
 def claim(loader: Any, name: str) -> Iterator[tuple[str, torch.Tensor]] | None:

@@ -56,6 +56,17 @@ def test_every_problem_is_listed(tiny_h3: Path, tmp_path: Path) -> None:
     assert "cannot be loaded" in result.output
 
 
+def test_what_loads_but_lost_bits_is_noted(tiny_h3: Path, tmp_path: Path) -> None:
+    root = write_format(tiny_h3, tmp_path / "h3", "modelopt_fp8_channel")
+    damage(root, lambda tensors: tensors.update({"proj_out.bias": tensors["proj_out.bias"].bfloat16()}))
+    next((root / "FL2VA" / "transformer").glob("*.index.json")).unlink()  # of the whole file's size
+    result = check(root)
+    assert result.exit_code == 0, result.output
+    assert "note: " in result.output
+    assert "in BF16, such as 'final_layer.video_out.bias': what was rounded away is lost" in result.output
+    assert "codes as they are" in result.output
+
+
 def test_nothing_that_could_be_a_model(tmp_path: Path) -> None:
     result = check(tmp_path)
     assert result.exit_code == 1

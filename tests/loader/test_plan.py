@@ -284,6 +284,19 @@ def test_more_problems_are_counted(own_folder: Own) -> None:
         plan.check()
 
 
+def test_fp32_that_was_rounded_is_told(own_folder: Own) -> None:
+    """It loads as what it was rounded to."""
+    folder = own_folder("diffusers_bf16")
+    assert folder.plan().notes == []
+    folder.set("proj_out.bias", torch.zeros(96, dtype=torch.bfloat16))
+    folder.set("proj_out.weight", torch.zeros(96, 192, dtype=torch.float16))
+    plan = folder.plan()
+    assert plan.problems == []
+    (note,) = plan.notes
+    assert "2 of the tensors that the model keeps in fp32 are stored in BF16, F16" in note
+    assert "such as 'final_layer.video_out.bias'" in note
+
+
 def test_a_scale_of_one_beside_values_changes_nothing(own_folder: Own) -> None:
     folder = own_folder("comfy_bf16")
     folder.set(f"{COMFY}{FC2}.weight_scale", torch.ones(192))

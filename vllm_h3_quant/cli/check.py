@@ -76,6 +76,8 @@ def _describe(console: Console, label: str, plan: Plan) -> None:
     console.print(f"  tensors: {told}", highlight=False)
     told = ", ".join(f"{count} {coding}" for coding, count in codings(plan).items())
     console.print(f"  weights of linears: {told or 'none'}", highlight=False)
+    for note in plan.notes:
+        console.print(f"  [yellow]note[/]: {note}", highlight=False, soft_wrap=True)
     for problem in plan.problems:
         console.print(f"  [red]problem[/]: {problem}", highlight=False, soft_wrap=True)
     if plan.problems:

@@ -143,6 +143,7 @@ class _Builder:
         self._refuse_leftovers()
         for name, wanted in expected.items():
             self._check_plain(name, wanted)
+        self._note_rounded(expected)
 
     def build_encoder(self, layers: int) -> None:
         """Fill the plan of a text encoder."""
@@ -223,6 +224,20 @@ class _Builder:
             self.problem(entry, f"has the shape {list(entry.shape)}, the model's {name} has {list(wanted.shape)}")
         if entry.dtype not in ("F32", "F16", "BF16"):
             self.problem(entry, f"is {entry.dtype}, but {name} takes values")
+
+    def _note_rounded(self, expected: Mapping[str, Expected]) -> None:
+        """The engine takes such values as they are and computes with them in fp32."""
+        stored = list(self.plan.plain.items())
+        stored += [
+            (f"{name}.weight", found.entry) for name, pieces in self.weights.items() for found in pieces.values()
+        ]
+        rounded = {name: entry for name, entry in stored if expected.get(name, _NONE).fp32 and entry.dtype != "F32"}
+        if rounded:
+            dtypes = ", ".join(sorted({entry.dtype for entry in rounded.values()}))
+            self.plan.notes.append(
+                f"{self.plan.checkpoint.place}: {len(rounded)} of the tensors that the model keeps in fp32 are stored"
+                f" in {dtypes}, such as {min(rounded)!r}: what was rounded away is lost"
+            )
 
 
 _NONE = Expected(())
