@@ -221,7 +221,8 @@ def test_a_stand_in_without_a_source() -> None:
 
 class TestExport:
     @pytest.fixture(scope="class")
-    def root(self, tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    @classmethod
+    def root(cls, tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = tmp_path_factory.mktemp("export") / "h3"
         export(tiny_h3, folder, parse_request(INT8, where="test"))
         return folder
