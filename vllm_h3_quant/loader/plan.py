@@ -10,7 +10,7 @@ from vllm_h3_quant.errors import H3QuantError, nearest
 from vllm_h3_quant.loader import naming
 from vllm_h3_quant.loader.architecture import Architecture, Expected
 from vllm_h3_quant.loader.checkpoint import Checkpoint
-from vllm_h3_quant.loader.coding import Coding, Scaled, Values
+from vllm_h3_quant.loader.coding import Coding, Scaled
 from vllm_h3_quant.loader.formats import Detection, Kind, Layout, detect
 from vllm_h3_quant.loader.header import Entry
 from vllm_h3_quant.loader.scales import Found, coding_of
@@ -54,10 +54,10 @@ class Plan:
 
     @property
     def kept(self) -> frozenset[str]:
-        """Linears that a quantized checkpoint holds as values: its own list of exclusions."""
+        """Linears that a quantized checkpoint holds as values, or a part of them: its own list of exclusions."""
         if not self.detection.quantized:
             return frozenset()
-        return frozenset(name for name, linear in self.linears.items() if isinstance(linear.coding, Values))
+        return frozenset(name for name, linear in self.linears.items() if linear.has_values)
 
 
 def plan_transformer(checkpoint: Checkpoint, architecture: Architecture | None = None) -> Plan:

@@ -54,6 +54,11 @@ class StoredLinear:
         return self.segments[0].coding
 
     @property
+    def has_values(self) -> bool:
+        """Whether a part of it, or all, is stored as values."""
+        return any(isinstance(segment.coding, Values) for segment in self.segments)
+
+    @property
     def entries(self) -> tuple[Entry, ...]:
         return tuple(dict.fromkeys(segment.entry for segment in self.segments))
 

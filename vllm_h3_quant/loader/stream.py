@@ -102,9 +102,10 @@ def _diffusers_stream(plan: Plan, taken: Collection[str], arrive: Done, done: Do
             pass
         elif linear is not None and linear.name in taken:
             yield name, _stand_in((entry.shape[0], linear.shape[1]))
-        elif linear is not None and not isinstance(linear.coding, Values):
+        elif linear is not None:
             coding = next(segment.coding for segment in linear.segments if segment.entry == entry)
-            yield name, coding.decode(mapped(entry), 0).to(torch.bfloat16)
+            raw = mapped(entry)
+            yield name, raw if isinstance(coding, Values) else coding.decode(raw, 0).to(torch.bfloat16)
         else:
             yield name, mapped(entry)
         done(entry)
