@@ -200,13 +200,6 @@ def copy_variant(device: torch.device, nbytes: int | None = None) -> Variant:
     return Variant("device copy", lambda: target.copy_(source), bytes=2 * source.nbytes)
 
 
-def copy_bandwidth(device: torch.device, nbytes: int | None = None, repetitions: int = 10) -> float:
-    """GB/s of :func:`copy_variant`, bytes read and bytes written counted."""
-    (row,) = measure("copy", {}, [copy_variant(device, nbytes)], device=device, repetitions=repetitions)
-    assert row.gb_s is not None
-    return row.gb_s
-
-
 @contextlib.contextmanager
 def _failures_named(benchmark: str, case: Mapping[str, object], variant: str) -> Iterator[None]:
     try:
