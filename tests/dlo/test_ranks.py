@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from dit_requests import Load
 from engine_process import environment
+from offload_ranks import CLIP, STEPS
 
 from vllm_h3_quant.export.config import parse_request
 from vllm_h3_quant.export.run import export
+from vllm_h3_quant.testing.denoise import denoise, denoise_inputs
 
 SCRIPT = Path(__file__).with_name("offload_ranks.py")
 LAYERWISE = {"enable_layerwise_offload": True}
@@ -78,6 +81,17 @@ def test_latents_have_the_same_bytes(found: dict[str, list[Any]], name: str, ref
     for ours, theirs in zip(found[name], found[reference], strict=True):
         for request in ours["latents"]:
             assert all(map(torch.equal, request, theirs["latents"][0]))
+
+
+def test_hsdp_gives_the_latents_of_one_rank(
+    found: dict[str, list[Any]], tiny_h3: Path, load: Load, device: torch.device
+) -> None:
+    """Each rank runs the whole forward from its half of the codes and the other's."""
+    pipeline = load(tiny_h3, KEEP["transformer"])
+    inputs = denoise_inputs(pipeline, CLIP, schedule=STEPS)
+    expected = denoise(pipeline, inputs, pipeline.transformer, steps=STEPS, device=device)
+    for rank in found["hsdp keep"]:
+        assert all(torch.equal(one, other.cpu()) for one, other in zip(rank["latents"][0], expected, strict=True))
 
 
 @pytest.mark.parametrize("name", ["host", "host layerwise", "host rank-local"])
