@@ -9,6 +9,8 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -184,6 +186,27 @@ def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(H3QuantError, match=r"tensor 'a' cannot be read \(Input/output error\)"):
         read(entries["a"], 0, 1)
+
+
+def test_a_system_on_which_cuda_registers_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model loads there all the same, out of memory that CUDA allocates."""
+    asked = []
+
+    def refuse(nbytes: int, *, pinned: bool) -> torch.Tensor:
+        assert pinned
+        raise H3QuantError("cannot be pinned")
+
+    def empty(nbytes: int, *, pin_memory: bool, **more: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        return torch.zeros(nbytes, **more)
+
+    entry, values = stored(tmp_path, 57)
+    monkeypatch.setattr(staging.pages, "can_pin", lambda: True)
+    monkeypatch.setattr(staging.pages, "allocate", refuse)
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "Event", Mock)
+    assert torch.equal(read(entry, 0, 57), values[:57])
+    assert asked == [True] * staging.BUFFERS
 
 
 def test_a_row_that_fits_no_buffer(tmp_path: Path) -> None:

@@ -198,9 +198,14 @@ def _ranges(begin: int, end: int, width: int, file_end: int) -> Iterator[tuple[i
 
 
 def _buffer() -> _Buffer:
-    # PyTorch's pinned allocator would keep the memory when the load is over.
-    pinned = pages.can_pin()
-    return _Buffer(pages.allocate(CHUNK, pinned=pinned), torch.cuda.Event() if pinned else None)
+    if not pages.can_pin():
+        return _Buffer(pages.allocate(CHUNK, pinned=False), None)
+    try:
+        memory = pages.allocate(CHUNK, pinned=True)
+    except H3QuantError:
+        # A system on which CUDA registers no memory may still have its own. PyTorch keeps that when the load is over.
+        memory = torch.empty(CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return _Buffer(memory, torch.cuda.Event())
 
 
 def _read(descriptor: int, into: memoryview, position: int) -> int:
