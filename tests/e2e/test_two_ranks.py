@@ -66,7 +66,9 @@ ULYSSES = {"quantization_config": "h3_int8_full", "ulysses_degree": 2}
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Generated]:
+def two_ranks(
+    tiny_h3: Path, exports: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Generated]:
     """Starts of two ranks take long: HSDP by itself is in ``test_lora_clips.py`` and ``tests/dlo/test_ranks.py``."""
     arguments: dict[str, dict[str, Any]] = {
         method: {"quantization_config": config, "tensor_parallel_size": 2, **RANKS}
@@ -74,7 +76,17 @@ def two_ranks(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     }
     arguments["ulysses"] = {**ULYSSES, **RANKS}
     arguments["hsdp ulysses"] = {**ULYSSES, **HSDP}
-    runs = {name: {"arguments": given} for name, given in arguments.items()}
+    runs: dict[str, dict[str, Any]] = {name: {"arguments": given} for name, given in arguments.items()}
+    runs["allgather"] = {
+        "model": str(exports["h3_int8_full"]),
+        "arguments": {
+            "ulysses_degree": 2,
+            "enable_distributed_layerwise_offload": True,
+            "dlo_use_allgather": True,
+            "pin_cpu_memory": False,
+            **RANKS,
+        },
+    }
     return generate(tiny_h3, tmp_path_factory.mktemp("two"), runs, timeout=500)
 
 
@@ -99,6 +111,13 @@ def test_attention_behind_ulysses_is_that_of_one_rank(
     assert "8-bit attention leaves calls" not in two.log
     # Products of half the rows may round otherwise, which is less than what quantization does.
     assert two.psnr(one) > one.psnr(clips["bf16"])
+
+
+def test_an_export_may_be_gathered(two_ranks: dict[str, Generated]) -> None:
+    """Distributed offload keeps half of each block's codes on a rank and gathers them: not of online methods."""
+    assert "dit: allgather" in two_ranks["allgather"].log
+    for name, array in two_ranks["ulysses"].arrays.items():
+        assert np.array_equal(two_ranks["allgather"].arrays[name], array), name
 
 
 def test_hsdp_beside_ulysses(two_ranks: dict[str, Generated]) -> None:
