@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 from bench_attention import SAMPLED_ROWS, amplitudes, one_document
+from harness.report import Row, environment, report, untimed
 from shapes import H3, parse_tokens
 
 from vllm_h3_quant.kernels.attention.codes import slot_codes_triton, token_codes_triton
@@ -25,7 +26,6 @@ from vllm_h3_quant.kernels.attention.scaling import Scaling
 from vllm_h3_quant.kernels.formats import FP8
 from vllm_h3_quant.kernels.hadamard import hadamard_reference
 from vllm_h3_quant.testing.attention import Outliers, exact_attention, synthetic_qkv
-from vllm_h3_quant.testing.bench_report import Row, environment, report, untimed
 from vllm_h3_quant.testing.numeric import relative_l2
 
 STEPS = ("codes alone", "+ mean of K removed", "+ mean of V removed", "+ rotation", "+ balance")

@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from harness.measure import Variant, measure
+from harness.report import report
 from shapes import H3, TINY, BlockShape, parse_tokens
 
 from vllm_h3_quant.kernels import attention
@@ -27,8 +29,6 @@ from vllm_h3_quant.kernels.attention.scaling import scaling_triton
 from vllm_h3_quant.kernels.backend import NoBackend
 from vllm_h3_quant.kernels.formats import FP8
 from vllm_h3_quant.testing.attention import Outliers, exact_attention, synthetic_qkv
-from vllm_h3_quant.testing.bench import Variant, measure
-from vllm_h3_quant.testing.bench_report import report
 from vllm_h3_quant.testing.numeric import relative_l2
 
 Call = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

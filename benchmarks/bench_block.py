@@ -27,10 +27,10 @@ from h3_layers import (
     refusal,
     weight_mib,
 )
+from harness.measure import Variant, measure
+from harness.report import Row, report
 from shapes import H3, TINY, BlockShape, parse_tokens
 
-from vllm_h3_quant.testing.bench import Variant, measure
-from vllm_h3_quant.testing.bench_report import Row, report
 from vllm_h3_quant.testing.numeric import relative_l2
 
 TIMESTEPS = 2

@@ -14,9 +14,11 @@ import torch
 import typer
 from bench_block import MODALITIES, ROPE_WIDTH, TIMESTEPS
 from h3_layers import engine, normal, outlier_input
+from harness.measure import Variant, measure
+from harness.report import Row, report
 from shapes import H3, TINY, BlockShape, parse_tokens
 
-from vllm_h3_quant.config import PRESETS
+from vllm_h3_quant.config.schema import PRESETS
 from vllm_h3_quant.kernels import producers
 from vllm_h3_quant.kernels.attention import rotary_of
 from vllm_h3_quant.kernels.attention.codes import slot_codes_triton, token_codes_triton
@@ -27,8 +29,6 @@ from vllm_h3_quant.kernels.attention.scaling import scaling_triton
 from vllm_h3_quant.kernels.formats import FP8
 from vllm_h3_quant.kernels.quantize import quantized
 from vllm_h3_quant.kernels.rows import RowFormat
-from vllm_h3_quant.testing.bench import Variant, measure
-from vllm_h3_quant.testing.bench_report import Row, report
 
 EPS = 1e-5
 FORMATS = {"fp8": RowFormat("fp8", 0), "int8": RowFormat("int8", PRESETS["h3_int8"]["rotation"])}

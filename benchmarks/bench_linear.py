@@ -28,15 +28,15 @@ from h3_layers import (
     refusal,
     weight_mib,
 )
+from harness.measure import Variant, measure
+from harness.report import Row, report
 from shapes import H3, TINY, Linear, parse_ranks, parse_tokens
 
-from vllm_h3_quant.config import PRESETS, Method
+from vllm_h3_quant.config.schema import PRESETS, Method
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
 from vllm_h3_quant.kernels.hadamard import largest_group
 from vllm_h3_quant.kernels.product import Product
 from vllm_h3_quant.kernels.quantize import quantize_rows
-from vllm_h3_quant.testing.bench import Variant, measure
-from vllm_h3_quant.testing.bench_report import Row, report
 from vllm_h3_quant.testing.numeric import relative_l2
 
 SAMPLED_ROWS = 512

@@ -20,17 +20,17 @@ from typing import Annotated, Any
 import torch
 import typer
 from figures import GIB, difference, gib, median, spread, unmeasured
+from harness.report import Environment, Row, environment, print_table, write_csv
 from model_folder import architecture, transformer
 from processes import NotMeasured, run
+from synthetic_h3 import H3, TINY, write_synthetic_h3
 from weight_files import cached, drop_pages, total_bytes, weight_files
 
-from vllm_h3_quant.config import NAMES as OURS
+from vllm_h3_quant.config.names import REPLACE_VARIABLE, replaced
+from vllm_h3_quant.config.schema import NAMES as OURS
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.checkpoint import open_checkpoint
 from vllm_h3_quant.loader.formats import Kind, detect
-from vllm_h3_quant.names import REPLACE_VARIABLE, replaced
-from vllm_h3_quant.testing.bench_report import Environment, Row, environment, print_table, write_csv
-from vllm_h3_quant.testing.synthetic_h3 import H3, TINY, write_synthetic_h3
 
 HERE = Path(__file__).parent
 STOCK = ("fp8", "int8")

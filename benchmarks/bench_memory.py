@@ -36,14 +36,14 @@ from typing import Annotated, Any
 import torch
 import typer
 from figures import GIB, unmeasured
+from harness.report import Environment, Row, environment, print_table, untimed
 from model_folder import architecture
 from offload_modes import ADALN, OFFLOADS, Mode
 
-from vllm_h3_quant.config import H3QuantOptions, parse
+from vllm_h3_quant.config.schema import H3QuantOptions, parse
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.architecture import ROPE, Architecture, Expected
 from vllm_h3_quant.methods.scope import hosts, quantizes, role_of
-from vllm_h3_quant.testing.bench_report import Environment, Row, environment, print_table, untimed
 
 METHODS = ("bf16", "h3_fp8")
 ROLES = ("blocks", "AdaLN", "token refiner", "rest")

@@ -30,14 +30,14 @@ from typing import Annotated, Any
 import torch
 import typer
 from figures import difference, gib, median, scaled, spread, unmeasured
+from harness.engine import free_port
+from harness.report import Environment, Row, environment, print_table, write_csv
 from model_folder import architecture
 from offload_modes import Mode, parse_modes
 from processes import NotMeasured, run
 from shapes import TOKENS
 
 from vllm_h3_quant.errors import H3QuantError
-from vllm_h3_quant.testing.bench_report import Environment, Row, environment, print_table, write_csv
-from vllm_h3_quant.testing.engine import free_port
 
 HERE = Path(__file__).parent
 METHODS = "bf16,fp8,h3_fp8,h3_fp8+keep"

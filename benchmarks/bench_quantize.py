@@ -16,12 +16,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from harness.measure import Variant, copy_variant, measure
+from harness.report import Row, report
 from shapes import H3, parse_ranks, parse_rotations, parse_tokens, quantize_bytes
 
 from vllm_h3_quant.kernels.formats import FP8, INT8
 from vllm_h3_quant.kernels.quantize import quantize_rows
-from vllm_h3_quant.testing.bench import Variant, copy_variant, measure
-from vllm_h3_quant.testing.bench_report import Row, report
 
 
 def main(

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-
-from vllm_h3_quant.testing.bench_report import Environment, Row
+from harness.report import Environment, Row
 
 GIB = 2**30
 

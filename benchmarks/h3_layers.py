@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from harness.engine import process_groups
 from shapes import BlockShape, Linear, Parallel
 from torch.nn import Module
 
-from vllm_h3_quant.config import METHODS as PLAIN
-from vllm_h3_quant.config import NAMES as OURS
+from vllm_h3_quant.config.schema import METHODS as PLAIN
+from vllm_h3_quant.config.schema import NAMES as OURS
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.formats import INT8, CodeFormat
 from vllm_h3_quant.kernels.gemm import BACKENDS, Backend
-from vllm_h3_quant.testing.engine import process_groups
 
 STOCK = ("fp8", "int8")
 UNFUSED = ":unfused"
@@ -68,7 +68,7 @@ def check_methods(methods: str) -> tuple[str, ...]:
         ValueError: a name that is none, twice the same, or one of the engine's that the environment
             serves with this package.
     """
-    from vllm_h3_quant.names import REPLACE_VARIABLE, replaced
+    from vllm_h3_quant.config.names import REPLACE_VARIABLE, replaced
 
     names = tuple(methods.split(","))
     for name in names:
@@ -83,7 +83,7 @@ def check_methods(methods: str) -> tuple[str, ...]:
 
 def refusal(method: str, device: torch.device) -> str | None:
     """Why ``method`` cannot run on ``device``; None when it can."""
-    from vllm_h3_quant.quant_config import build
+    from vllm_h3_quant.engine.quant_config import build
 
     if method in STOCK and device.type != "cuda":
         return "vLLM-Omni serves it on CUDA only"
@@ -176,7 +176,7 @@ def engine_config(quant_config: Any, **parallel: int) -> Iterator[None]:
     from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig
     from vllm_omni.diffusion.forward_context import set_forward_context
 
-    from vllm_h3_quant.load_session import install
+    from vllm_h3_quant.engine.load_session import install
     from vllm_h3_quant.upstream.attention import MODEL_CLASSES
 
     install()

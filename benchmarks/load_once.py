@@ -21,8 +21,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-
-from vllm_h3_quant.testing.bench_report import environment
+from harness.report import environment
 
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -110,11 +109,11 @@ def engine(*, rank: int = 0, **ranks: Any) -> Iterator[torch.device]:
         rank: this process's rank.
         ranks: more of :func:`process_groups`.
     """
+    from harness.engine import process_groups
     from vllm.platforms import current_platform
     from vllm_omni.platforms import current_omni_platform
 
     from vllm_h3_quant import plugin
-    from vllm_h3_quant.testing.engine import process_groups
 
     plugin.register_general()
     for module in IMPORTED:
@@ -136,7 +135,7 @@ def load(request: dict[str, Any]) -> dict[str, Any]:
     ``weights_s`` begins with the first tensor that the engine asks for and ends when the pipeline is loaded, with all
     that is quantized or moved; ``load_s`` also has the construction of the model.
     """
-    from vllm_h3_quant.testing.engine import load_pipeline
+    from harness.engine import load_pipeline
 
     loaders: list[Any] = []
     with engine() as device:

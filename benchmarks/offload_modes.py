@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from vllm_h3_quant.config import NAMES as OURS
+from vllm_h3_quant.config.names import REPLACE_VARIABLE, replaced
+from vllm_h3_quant.config.schema import NAMES as OURS
 from vllm_h3_quant.errors import H3QuantError, nearest
-from vllm_h3_quant.names import REPLACE_VARIABLE, replaced
 
 STOCK = ("fp8", "int8")
 METHODS = ("bf16", *STOCK, *OURS)

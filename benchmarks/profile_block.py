@@ -26,13 +26,12 @@ import torch
 import typer
 from bench_block import block_inputs
 from h3_layers import block, check_methods, engine, refusal
+from harness.measure import turns
+from harness.report import Row, environment, print_table, write_csv
 from rich.markup import escape
 from shapes import H3, TINY, BlockShape, parse_tokens
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-
-from vllm_h3_quant.testing.bench import turns
-from vllm_h3_quant.testing.bench_report import Row, environment, print_table, write_csv
 
 KINDS: tuple[tuple[str, str, str], ...] = (
     # FlashAttention consists of CUTLASS kernels too.

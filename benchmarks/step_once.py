@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from harness.denoise import denoise, denoise_inputs, in_runner, largest_clip, offload
+from harness.report import environment
 from load_once import HostMemory, device_memory, engine, grown, status
 
-from vllm_h3_quant import pages
+from vllm_h3_quant.dlo import pages
 from vllm_h3_quant.dlo.adaln import HostedAdaln
-from vllm_h3_quant.testing.bench_report import environment
-from vllm_h3_quant.testing.denoise import denoise, denoise_inputs, in_runner, largest_clip, offload
 
 COMPONENTS = {"transformer": True, "vae": True, "text_encoder": False, "vae_encoder": True}
 
@@ -122,7 +122,7 @@ class WatchedDit:
 
 
 def _load(request: dict[str, Any], rank: int, ulysses: int, device: torch.device) -> Any:
-    from vllm_h3_quant.testing.engine import load_pipeline
+    from harness.engine import load_pipeline
 
     fields = {
         "num_gpus": ulysses,

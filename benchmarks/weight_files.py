@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-
-from vllm_h3_quant.testing.bench_report import environment
+from harness.report import environment
 
 THREADS = 8
 CHUNK = 8 * 2**20

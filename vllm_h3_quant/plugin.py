@@ -30,7 +30,7 @@ def register() -> None:
     """Register the method names and the component form with vLLM-Omni's quantization factory."""
     from functools import partial
 
-    from vllm_h3_quant import names
+    from vllm_h3_quant.config import names
     from vllm_h3_quant.upstream import factory, offload_config
 
     factory.register({name: partial(_build, name) for name in names.served()})
@@ -45,7 +45,7 @@ def register_general() -> None:
 
     attention.install_on_import(_decide_attention)
     if os.environ.get("VLLM_H3_QUANT_REPORT"):
-        from vllm_h3_quant import load_session
+        from vllm_h3_quant.engine import load_session
 
         load_session.prepare([])
 
@@ -73,13 +73,13 @@ def _cpu_asked() -> bool:
 
 
 def _decide_attention(layer: Any, od_config: Any) -> Any:
-    from vllm_h3_quant.load_session import decide_attention
+    from vllm_h3_quant.engine.load_session import decide_attention
 
     return decide_attention(layer, od_config)
 
 
 def _build(method: str, **options: Any) -> Any:
-    from vllm_h3_quant.quant_config import build
+    from vllm_h3_quant.engine.quant_config import build
 
     return build(method, options, where=f"quantization {method!r}")
 
@@ -91,12 +91,12 @@ def _check_offload(od_config: Any) -> None:
 
 
 def _claims(spec: Mapping[str, Any]) -> bool:
-    from vllm_h3_quant.names import claims_components
+    from vllm_h3_quant.config.names import claims_components
 
     return claims_components(spec)
 
 
 def _build_components(spec: Mapping[str, Any]) -> Any:
-    from vllm_h3_quant.components import build_components
+    from vllm_h3_quant.engine.components import build_components
 
     return build_components(spec)

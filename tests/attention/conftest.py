@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_h3_quant.load_session import decide_attention
+from vllm_h3_quant.engine.load_session import decide_attention
 from vllm_h3_quant.upstream.attention import install
 
 

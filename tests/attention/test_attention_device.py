@@ -8,10 +8,10 @@ import pytest
 
 from vllm_h3_quant.attention import device
 from vllm_h3_quant.attention.device import Choice, choice_for
-from vllm_h3_quant.config import Method
+from vllm_h3_quant.config.schema import Method
+from vllm_h3_quant.engine.quant_config import build
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.attention import select
-from vllm_h3_quant.quant_config import build
 
 
 @pytest.fixture(autouse=True)

@@ -21,12 +21,12 @@ import load_once
 import numpy as np
 import pytest
 import weight_files
+from synthetic_h3 import TINY, write_synthetic_h3
 from typer.testing import CliRunner
 
+from vllm_h3_quant.config.names import REPLACE_VARIABLE
 from vllm_h3_quant.export.config import parse_request
 from vllm_h3_quant.export.run import export
-from vllm_h3_quant.names import REPLACE_VARIABLE
-from vllm_h3_quant.testing.synthetic_h3 import TINY, write_synthetic_h3
 
 BENCHMARKS = Path(bench_load.__file__).parent
 

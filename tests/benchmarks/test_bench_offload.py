@@ -19,17 +19,17 @@ import bench_offload
 import offload_modes
 import processes
 import pytest
+from harness.denoise import Clip, largest_clip
+from harness.report import COLUMNS
 from model_folder import architecture
 from offload_modes import ALL, Mode, parse_modes
 from safetensors import safe_open
 from shapes import TOKENS
 from typer.testing import CliRunner
 
+from vllm_h3_quant.config.names import REPLACE_VARIABLE
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.architecture import Architecture
-from vllm_h3_quant.names import REPLACE_VARIABLE
-from vllm_h3_quant.testing.bench_report import COLUMNS
-from vllm_h3_quant.testing.denoise import Clip, largest_clip
 
 BENCHMARKS = Path(bench_offload.__file__).parent
 GIB = 2**30

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from engine_process import environment
+from harness.engine import free_port
 
 from vllm_h3_quant.blocks.edges import EXCHANGED
-from vllm_h3_quant.testing.engine import free_port
 
 SCRIPT = Path(__file__).with_name("ulysses_ranks.py")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

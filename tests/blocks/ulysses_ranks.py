@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from bench_block import block_inputs
 from h3_layers import block, engine_config
+from harness.engine import process_groups
 from shapes import H3, TINY
 
 from vllm_h3_quant import plugin
 from vllm_h3_quant.blocks.edges import obstacles
-from vllm_h3_quant.testing.engine import process_groups
 
 METHODS: tuple[dict[str, Any], ...] = (
     {"method": "h3_fp8", "attention": "fp8"},

@@ -14,7 +14,7 @@ from vllm_h3_quant.cli.main import app
 from vllm_h3_quant.export.config import parse_request
 from vllm_h3_quant.export.run import export
 from vllm_h3_quant.loader.header import read_header
-from vllm_h3_quant.testing.tiny_h3.formats import write_format
+from vllm_h3_quant.tiny_h3.formats import write_format
 
 
 def check(*arguments: object) -> Result:

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clips import make_clip
 
 from vllm_h3_quant.cli import demo_run
 from vllm_h3_quant.cli.client import ClipRequest
 from vllm_h3_quant.cli.demo_run import MethodRun, check_size, compare, parse_methods, write_summary
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.fidelity.clip import write_clip
-from vllm_h3_quant.testing.clips import make_clip
 
 
 def test_reference_comes_first() -> None:

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from vllm_h3_quant.cli.export import Bar
 from vllm_h3_quant.cli.main import app
-from vllm_h3_quant.testing.tiny_h3 import TinyH3, write_tiny_h3
+from vllm_h3_quant.tiny_h3 import TinyH3, write_tiny_h3
 
 
 @pytest.fixture(scope="module")

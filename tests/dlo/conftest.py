@@ -11,7 +11,7 @@ import pytest
 import torch
 from dit_requests import CONFIGS, Load, Runs
 
-from vllm_h3_quant.testing.tiny_h3 import TinyH3, write_tiny_h3
+from vllm_h3_quant.tiny_h3 import TinyH3, write_tiny_h3
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def device(one_rank: Any) -> torch.device:
 
 @pytest.fixture(scope="module")
 def load(device: torch.device) -> Load:
-    from vllm_h3_quant.testing.engine import load_pipeline
+    from harness.engine import load_pipeline
 
     def loaded(model: Path, config: Any, **fields: Any) -> Any:
         return load_pipeline(

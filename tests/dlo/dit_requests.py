@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-from vllm_h3_quant.testing.denoise import Clip, denoise, denoise_inputs, lora_request, offload
+from harness.denoise import Clip, denoise, denoise_inputs, lora_request, offload
 
 LAYERWISE = {"enable_layerwise_offload": True}
 RANK_LOCAL = {"enable_distributed_layerwise_offload": True, "dlo_use_allgather": False}

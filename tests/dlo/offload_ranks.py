@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.denoise import Clip, denoise, denoise_inputs, offload
+from harness.engine import free_port, load_pipeline, process_groups
 
-from vllm_h3_quant import pages
-from vllm_h3_quant.dlo import sharing
-from vllm_h3_quant.testing.denoise import Clip, denoise, denoise_inputs, offload
-from vllm_h3_quant.testing.engine import free_port, load_pipeline, process_groups
+from vllm_h3_quant.dlo import pages, sharing
 
 STEPS = 2
 CLIP = Clip(64, 64, 39)

@@ -9,7 +9,7 @@ import torch
 from dit_requests import CONFIGS, Load, Runs, same
 from torch._dynamo.testing import CompileCounter
 
-from vllm_h3_quant.testing.tiny_h3 import TinyH3, write_tiny_h3
+from vllm_h3_quant.tiny_h3 import TinyH3, write_tiny_h3
 
 LAYERS = 12
 """More than the graphs that the compiler makes of one function before it gives up on it."""

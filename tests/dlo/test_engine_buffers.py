@@ -10,8 +10,7 @@ import torch
 from cuda_runtime import Runtime
 from torch import nn
 
-from vllm_h3_quant import pages
-from vllm_h3_quant.dlo import host_memory
+from vllm_h3_quant.dlo import host_memory, pages
 from vllm_h3_quant.dlo.packing import ALIGNMENT
 
 

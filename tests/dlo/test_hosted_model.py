@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_h3_quant import pages
+from vllm_h3_quant.dlo import pages
 from vllm_h3_quant.dlo.adaln import HostedAdaln
+from vllm_h3_quant.engine.survey import survey
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.export.config import parse_request
 from vllm_h3_quant.export.run import export
 from vllm_h3_quant.methods.base import H3LinearMethod
-from vllm_h3_quant.survey import survey
-from vllm_h3_quant.testing.tiny_h3.formats import write_format
+from vllm_h3_quant.tiny_h3.formats import write_format
 from vllm_h3_quant.upstream.platform import compute_device
 
 HOST: dict[str, Any] = {"transformer": {"method": "h3_fp8", "adaln": "host"}}

@@ -22,14 +22,14 @@ from dit_requests import (
     same,
     tensors,
 )
+from harness.denoise import offload
 from peft_adapter import write_adapter
 
-from vllm_h3_quant import pages
+from vllm_h3_quant.dlo import pages
 from vllm_h3_quant.dlo.packing import ALIGNMENT
 from vllm_h3_quant.export.config import parse_request
 from vllm_h3_quant.export.run import export
-from vllm_h3_quant.testing.denoise import offload
-from vllm_h3_quant.testing.tiny_h3 import TinyH3, write_tiny_h3
+from vllm_h3_quant.tiny_h3 import TinyH3, write_tiny_h3
 
 CASES = [
     *((3, "h3_fp8", mode) for mode in ("layerwise", "rank-local", "all blocks stay", "public")),

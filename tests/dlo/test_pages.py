@@ -13,7 +13,7 @@ import pytest
 import torch
 from cuda_runtime import Runtime
 
-from vllm_h3_quant import pages
+from vllm_h3_quant.dlo import pages
 from vllm_h3_quant.errors import H3QuantError
 
 PAGE = os.sysconf("SC_PAGESIZE")

@@ -13,11 +13,11 @@ import pytest
 import torch
 from dit_requests import Load
 from engine_process import environment
+from harness.denoise import denoise, denoise_inputs
 from offload_ranks import CLIP, STEPS
 
 from vllm_h3_quant.export.config import parse_request
 from vllm_h3_quant.export.run import export
-from vllm_h3_quant.testing.denoise import denoise, denoise_inputs
 
 SCRIPT = Path(__file__).with_name("offload_ranks.py")
 LAYERWISE = {"enable_layerwise_offload": True}

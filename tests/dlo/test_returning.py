@@ -8,8 +8,7 @@ import pytest
 import torch
 from cuda_runtime import Runtime
 
-from vllm_h3_quant import pages
-from vllm_h3_quant.dlo import returning
+from vllm_h3_quant.dlo import pages, returning
 from vllm_h3_quant.dlo.returning import page_copy, return_to_host
 from vllm_h3_quant.kernels.formats import FP8
 from vllm_h3_quant.methods.lora import codes_parameter

@@ -13,8 +13,7 @@ import pytest
 import torch
 from cuda_runtime import Runtime
 
-from vllm_h3_quant import pages
-from vllm_h3_quant.dlo import sharing
+from vllm_h3_quant.dlo import pages, sharing
 from vllm_h3_quant.dlo.packing import ALIGNMENT, copies
 from vllm_h3_quant.dlo.sharing import SMALLEST, shared
 

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 import torch
+from harness.engine import free_port, load_pipeline, process_groups
 from safetensors.torch import save_file
 
 from vllm_h3_quant.methods.base import H3LinearMethod
-from vllm_h3_quant.testing.engine import free_port, load_pipeline, process_groups
 
 
 def dump(rank: int, out: str, ranks: int, port: int, loads: str) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_h3_quant.engine.report import LoadReport
 from vllm_h3_quant.fidelity.metrics import psnr_db
-from vllm_h3_quant.report import LoadReport
 
 HERE = Path(__file__).parent
 

@@ -11,7 +11,7 @@ import pytest
 from engine_process import Generated, generate
 from runs import RUNS
 
-from vllm_h3_quant.testing.tiny_h3.formats import write_format
+from vllm_h3_quant.tiny_h3.formats import write_format
 
 FP8, INT8 = "h3_fp8", "h3_int8"
 
@@ -29,8 +29,8 @@ FORMATS: dict[str, str] = {
 """Formats and the method that each is served with."""
 
 OFTEN = ("diffusers_bf16", "comfy_fp8", "comfy_int8_convrot", "modelopt_nvfp4")
-"""One of each way in: an engine's start takes ten seconds, and ``tests/test_intake.py`` holds every weight of all
-formats. ``VLLM_H3_QUANT_ALL_FORMATS=1`` runs the others too."""
+"""One of each way in: an engine's start takes ten seconds, and ``tests/loader/test_intake.py`` holds every weight of
+all formats. ``VLLM_H3_QUANT_ALL_FORMATS=1`` runs the others too."""
 
 CHOSEN = FORMATS if os.environ.get("VLLM_H3_QUANT_ALL_FORMATS") else {name: FORMATS[name] for name in OFTEN}
 

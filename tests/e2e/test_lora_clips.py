@@ -10,7 +10,7 @@ import pytest
 from engine_process import Generated, generate
 from peft_adapter import write_adapter
 
-from vllm_h3_quant.testing.tiny_h3 import TinyH3
+from vllm_h3_quant.tiny_h3 import TinyH3
 
 # (N, K) of the tiny DiT's linears by the name of the adapter's module in a block.
 _SPEC = TinyH3()

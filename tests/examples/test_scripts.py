@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clips import make_clip
 
 from vllm_h3_quant.fidelity.clip import write_clip
-from vllm_h3_quant.testing.clips import make_clip
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ONLINE = EXAMPLES / "online_serving" / "minimax_h3"

@@ -14,7 +14,7 @@ from exported_files import SPEC
 from vllm_h3_quant.export.config import parse_request
 from vllm_h3_quant.export.run import Exported, export
 from vllm_h3_quant.loader.reader import close_files
-from vllm_h3_quant.testing.tiny_h3 import write_tiny_h3
+from vllm_h3_quant.tiny_h3 import write_tiny_h3
 
 Export = Callable[..., Exported]
 

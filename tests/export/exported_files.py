@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_h3_quant.testing.tiny_h3 import TinyH3
+from vllm_h3_quant.tiny_h3 import TinyH3
 
 SPEC = TinyH3(layers=2, refiner_layers=1, encoder_layers=2)
 

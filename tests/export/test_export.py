@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vllm_h3_quant.config import H3QuantOptions, parse
+from vllm_h3_quant.config.schema import H3QuantOptions, parse
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.export import run, weights
 from vllm_h3_quant.export.config import parse_request

@@ -8,10 +8,10 @@ from pathlib import Path
 import av
 import pytest
 import torch
+from clips import make_clip
 
 from vllm_h3_quant.fidelity.clip import read_clip, write_clip
 from vllm_h3_quant.fidelity.metrics import psnr_db, snr_db
-from vllm_h3_quant.testing.clips import make_clip
 
 
 @pytest.mark.parametrize("fps", [24.0, 24000 / 1001])

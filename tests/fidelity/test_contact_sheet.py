@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from clips import make_clip
 from matplotlib.image import imread
 from numpy.typing import NDArray
 
 from vllm_h3_quant.fidelity.contact_sheet import save_contact_sheet
-from vllm_h3_quant.testing.clips import make_clip
 
 
 def plain(colour: tuple[int, int, int], frames: int = 10) -> NDArray[np.uint8]:

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from clips import make_clip
 
 from vllm_h3_quant.fidelity.clip import Clip, write_clip
 from vllm_h3_quant.fidelity.validate_clip import aligned_frames, check_clip, main
-from vllm_h3_quant.testing.clips import make_clip
 
 
 @pytest.mark.parametrize(("requested", "frames"), [(1, 5), (5, 5), (6, 22), (96, 107), (107, 107), (124, 124)])

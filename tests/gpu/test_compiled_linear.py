@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 
-from vllm_h3_quant.quant_config import build
+from vllm_h3_quant.engine.quant_config import build
 
 
 def randn(*shape: int, seed: int) -> torch.Tensor:

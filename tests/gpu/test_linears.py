@@ -10,13 +10,13 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 
-from vllm_h3_quant.config import Method
+from vllm_h3_quant.config.schema import Method
+from vllm_h3_quant.engine.quant_config import build
 from vllm_h3_quant.kernels.gemm import BACKENDS, BF16, FP16, FP32
 from vllm_h3_quant.kernels.gemm_library import scaled_gemm_reference
 from vllm_h3_quant.kernels.product import Product
 from vllm_h3_quant.kernels.quantize import quantize_rows_reference
 from vllm_h3_quant.methods.device import FORMATS, device_capability
-from vllm_h3_quant.quant_config import build
 from vllm_h3_quant.testing.numeric import relative_l2
 
 # Name, K, N, and the tokens of a four-second clip; AdaLN runs on a few timestep rows.

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from synthetic_h3 import write_synthetic_h3
 
 from vllm_h3_quant.kernels.quantize import quantize_rows
 from vllm_h3_quant.loader.architecture import Architecture
 from vllm_h3_quant.loader.checkpoint import open_checkpoint
 from vllm_h3_quant.loader.plan import plan_transformer
 from vllm_h3_quant.methods.base import H3LinearMethod
-from vllm_h3_quant.testing.synthetic_h3 import write_synthetic_h3
 
 LARGEST = 96768 * 2688 * 2
 """Bytes of an AdaLN projection in bf16."""

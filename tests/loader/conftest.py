@@ -16,8 +16,8 @@ from vllm_h3_quant.loader.checkpoint import open_checkpoint
 from vllm_h3_quant.loader.header import read_header
 from vllm_h3_quant.loader.plan import Plan, plan_transformer
 from vllm_h3_quant.loader.reader import close_files
-from vllm_h3_quant.testing.tiny_h3 import TinyH3, write_tiny_h3
-from vllm_h3_quant.testing.tiny_h3.formats import write_format
+from vllm_h3_quant.tiny_h3 import TinyH3, write_tiny_h3
+from vllm_h3_quant.tiny_h3.formats import write_format
 
 # 192 columns are one and a half blocks of 128; two heads make the order of qkv_proj's rows matter.
 SPEC = TinyH3(layers=1, refiner_layers=1, encoder_layers=1, hidden=192, heads=2, ffn=128)

@@ -9,7 +9,7 @@ import torch
 
 from vllm_h3_quant.kernels.hadamard import hadamard_reference
 from vllm_h3_quant.loader.coding import E2M1, NvFp4, Scaled, Values, regular_hadamard
-from vllm_h3_quant.testing.tiny_h3.formats import codes
+from vllm_h3_quant.tiny_h3.formats import codes
 
 
 @pytest.mark.parametrize("group", [4, 16, 64, 256, 1024])

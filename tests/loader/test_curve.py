@@ -22,9 +22,9 @@ from vllm_h3_quant.loader.checkpoint import open_checkpoint
 from vllm_h3_quant.loader.curve import CurveReport, LayerCurve, compare, curve_shape, refuse_unverified
 from vllm_h3_quant.loader.naming import CURVE
 from vllm_h3_quant.loader.plan import Plan, plan_transformer
-from vllm_h3_quant.testing.tiny_h3.spec import TinyH3
-from vllm_h3_quant.testing.tiny_h3.tensors import RandomTensors
-from vllm_h3_quant.testing.tiny_h3.transformer import transformer_config, transformer_state
+from vllm_h3_quant.tiny_h3.spec import TinyH3
+from vllm_h3_quant.tiny_h3.tensors import RandomTensors
+from vllm_h3_quant.tiny_h3.transformer import transformer_config, transformer_state
 
 GRID, WIDTH = 1025, 8
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from vllm_h3_quant.loader import reader
 from vllm_h3_quant.loader.checkpoint import open_checkpoint
 from vllm_h3_quant.loader.formats import Detection, Kind, Layout, detect
 from vllm_h3_quant.loader.plan import plan_transformer
-from vllm_h3_quant.testing.tiny_h3.formats import FORMATS, stored_values, write_format
+from vllm_h3_quant.tiny_h3.formats import FORMATS, stored_values, write_format
 
 FP32 = torch.float32
 

@@ -12,7 +12,7 @@ from vllm_h3_quant.kernels.formats import FP8, INT8
 from vllm_h3_quant.loader import stored
 from vllm_h3_quant.loader.checkpoint import open_checkpoint
 from vllm_h3_quant.loader.plan import Plan, plan_transformer
-from vllm_h3_quant.testing.tiny_h3.formats import FORMATS
+from vllm_h3_quant.tiny_h3.formats import FORMATS
 
 QKV, FC1, FC2 = "blocks.0.attn.qkv_proj", "blocks.0.mlp.fc1", "blocks.0.mlp.fc2"
 RANGES = [(0, 1), (127, 2), (100, 300), (255, 1), (383, 130), (767, 1), (0, 768)]

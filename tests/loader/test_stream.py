@@ -12,7 +12,7 @@ import torch
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.plan import Plan
 from vllm_h3_quant.loader.stream import transformer_stream
-from vllm_h3_quant.testing.tiny_h3.formats import stored_values
+from vllm_h3_quant.tiny_h3.formats import stored_values
 
 QKV = "blocks.0.attn.qkv_proj"
 TO_Q, TO_K, TO_V = (f"transformer_blocks.0.attn.to_{part}" for part in "qkv")

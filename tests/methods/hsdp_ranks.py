@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from harness.engine import process_groups
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 
-from vllm_h3_quant.quant_config import build
-from vllm_h3_quant.testing.engine import process_groups
+from vllm_h3_quant.engine.quant_config import build
 
 # (K, N) of a block's linears: rows that two ranks share evenly, unevenly, and of which one rank gets none.
 SIZES = {"even": (64, 32), "odd": (24, 7), "single": (16, 1)}

@@ -8,11 +8,11 @@ import pytest
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
-from vllm_h3_quant.config import Method
+from vllm_h3_quant.config.schema import Method
+from vllm_h3_quant.engine.quant_config import MIN_CAPABILITY, build, check_upstream
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.gemm import BACKENDS, select
 from vllm_h3_quant.methods.device import FORMATS, backend_for
-from vllm_h3_quant.quant_config import MIN_CAPABILITY, build, check_upstream
 
 
 @pytest.fixture(autouse=True)

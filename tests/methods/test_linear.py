@@ -18,7 +18,8 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
-from vllm_h3_quant.config import Method
+from vllm_h3_quant.config.schema import Method
+from vllm_h3_quant.engine.quant_config import H3QuantConfig, build
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels import gemm, quantize
 from vllm_h3_quant.kernels.gemm import Backend
@@ -26,7 +27,6 @@ from vllm_h3_quant.kernels.gemm_triton import scaled_gemm_triton
 from vllm_h3_quant.kernels.product import Product
 from vllm_h3_quant.kernels.quantize import quantize_rows_triton
 from vllm_h3_quant.methods import base
-from vllm_h3_quant.quant_config import H3QuantConfig, build
 from vllm_h3_quant.testing.numeric import relative_l2
 
 METHODS = pytest.mark.parametrize("method", ["h3_fp8", "h3_int8"])

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from harness import engine
 from peft_adapter import SCALING, write_adapter
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.methods.base import H3LinearMethod
-from vllm_h3_quant.testing import engine
 
 Load = Callable[..., Any]
 METHOD_NAMES = ("h3_fp8", "h3_int8")

@@ -10,16 +10,16 @@ from typing import Any
 import hsdp_ranks
 import pytest
 import torch
+from harness.engine import free_port
 from torch.distributed.fsdp import fully_shard
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 
+from vllm_h3_quant.engine.quant_config import build
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.quantize import quantize_rows
 from vllm_h3_quant.kernels.rows import QuantizedRows
 from vllm_h3_quant.methods import base
-from vllm_h3_quant.quant_config import build
-from vllm_h3_quant.testing.engine import free_port
 
 METHODS = pytest.mark.parametrize("method", ["h3_fp8", "h3_int8"])
 

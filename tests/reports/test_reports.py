@@ -1,10 +1,10 @@
 """Kinds of publicly reported faults of quantized diffusion models, replayed.
 
 Replayed elsewhere: codes loaded without their scale and weights that arrive twice
-(tests/methods/test_linear.py, tests/test_load.py); scales cast to bf16 (test_linear.py); sizes that are no
+(tests/methods/test_linear.py, tests/engine/test_load.py); scales cast to bf16 (test_linear.py); sizes that are no
 multiple of 16, N-D inputs, tiny, zero and infinite rows (test_linear.py); FP8 on a GPU without it
-(tests/methods/test_device.py); misspelt names (tests/test_config.py, tests/test_components.py); shards with
-scales of their own (tests/e2e/test_two_ranks.py); column-major weights through layer-wise offload
+(tests/methods/test_device.py); misspelt names (tests/config/test_schema.py, tests/engine/test_components.py); shards
+with scales of their own (tests/e2e/test_two_ranks.py); column-major weights through layer-wise offload
 (tests/e2e/test_python_api.py).
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_h3_quant.engine.load_session import before_load
+from vllm_h3_quant.engine.quant_config import build
 from vllm_h3_quant.errors import H3QuantError
-from vllm_h3_quant.load_session import before_load
 from vllm_h3_quant.methods.base import H3LinearMethod
-from vllm_h3_quant.quant_config import build
 from vllm_h3_quant.testing.numeric import relative_l2
 
 Load = Callable[..., Any]

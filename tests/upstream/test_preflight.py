@@ -7,9 +7,9 @@ from importlib.metadata import version
 
 import pytest
 
+from vllm_h3_quant.engine.quant_config import build, check_upstream
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.plugin import register
-from vllm_h3_quant.quant_config import build, check_upstream
 from vllm_h3_quant.upstream import attention, cpu_linear, factory, lora, model_loader, preflight, sdpa
 
 SYMBOLS = tuple(

@@ -12,9 +12,9 @@ from torch.nn.functional import linear, silu
 from vllm.config import set_current_vllm_config
 
 from vllm_h3_quant.errors import H3QuantError
-from vllm_h3_quant.testing.tiny_h3.spec import TinyH3
-from vllm_h3_quant.testing.tiny_h3.tensors import RandomTensors
-from vllm_h3_quant.testing.tiny_h3.transformer import transformer_config, transformer_state
+from vllm_h3_quant.tiny_h3.spec import TinyH3
+from vllm_h3_quant.tiny_h3.tensors import RandomTensors
+from vllm_h3_quant.tiny_h3.transformer import transformer_config, transformer_state
 from vllm_h3_quant.upstream import curve, preflight
 from vllm_h3_quant.upstream.curve import TABLE, Curve, serve_curve
 

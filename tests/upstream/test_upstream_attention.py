@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_h3_quant.engine.quant_config import build, check_upstream
 from vllm_h3_quant.errors import H3QuantError
-from vllm_h3_quant.quant_config import build, check_upstream
 from vllm_h3_quant.upstream.attention import MODEL_CLASSES, Decision, decision_of, install, layers
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from vllm_h3_quant.config import Method
+from vllm_h3_quant.config.schema import Method
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels import attention as kernels
 from vllm_h3_quant.kernels.backend import Capability, NoBackend

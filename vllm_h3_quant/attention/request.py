@@ -7,9 +7,9 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
-from vllm_h3_quant import selector
 from vllm_h3_quant.attention.device import Choice, choice_for
-from vllm_h3_quant.config import NO_ATTENTION, H3QuantOptions, Method
+from vllm_h3_quant.config import selector
+from vllm_h3_quant.config.schema import NO_ATTENTION, H3QuantOptions, Method
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.attention import KINDS
 from vllm_h3_quant.methods.scope import TRANSFORMER

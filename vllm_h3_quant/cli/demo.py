@@ -24,7 +24,7 @@ from vllm_h3_quant.cli.demo_run import (
 )
 from vllm_h3_quant.cli.progress import Steps
 from vllm_h3_quant.cli.server import ServerError, exit_on_terminate
-from vllm_h3_quant.config import METHODS
+from vllm_h3_quant.config.schema import METHODS
 from vllm_h3_quant.errors import H3QuantError
 
 _PROMPT = "A street musician plays the accordion while pigeons land around her."
@@ -67,7 +67,7 @@ def _run(console: Console, out: Path, methods: str, denoising_steps: int, size: 
     request = ClipRequest(prompt=_PROMPT, width=size, height=size, num_inference_steps=denoising_steps)
     with Steps(console) as steps:
         with steps.step(f"tiny checkpoint in {model}"):
-            from vllm_h3_quant.testing.tiny_h3 import write_tiny_h3
+            from vllm_h3_quant.tiny_h3 import write_tiny_h3
 
             write_tiny_h3(model)
         runs = run_methods(chosen, model, request, out, steps)

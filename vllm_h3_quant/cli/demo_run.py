@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vllm_h3_quant.cli.client import ClipRequest, request_clip
 from vllm_h3_quant.cli.server import Server, serving
-from vllm_h3_quant.config import NAMES
+from vllm_h3_quant.config.schema import NAMES
 from vllm_h3_quant.errors import H3QuantError, unknown
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def _report(method: str, out: Path) -> Path:
 
 
 def _read_report(path: Path, method: str) -> tuple[dict[str, tuple[int, int]], int]:
-    from vllm_h3_quant.report import LoadReport
+    from vllm_h3_quant.engine.report import LoadReport
 
     if not path.exists():
         raise H3QuantError(f"{method}: the engine wrote no load report; are the plugins filtered by VLLM_PLUGINS?")

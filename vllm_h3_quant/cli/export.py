@@ -21,7 +21,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from vllm_h3_quant.config import NAMES
+from vllm_h3_quant.config.schema import NAMES
 from vllm_h3_quant.errors import H3QuantError
 
 _PLAIN_WIDTH = 160

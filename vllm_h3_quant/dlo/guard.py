@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_h3_quant.config import H3QuantOptions
+from vllm_h3_quant.config.schema import H3QuantOptions
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.upstream.offload_config import gathered
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_h3_quant import pages
-from vllm_h3_quant.dlo import packing
+from vllm_h3_quant.dlo import packing, pages
 from vllm_h3_quant.dlo.packing import Place
 from vllm_h3_quant.upstream import offload
 from vllm_h3_quant.upstream.process_store import process_store

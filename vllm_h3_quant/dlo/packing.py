@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_h3_quant import pages
-from vllm_h3_quant.dlo import sharing
+from vllm_h3_quant.dlo import pages, sharing
 from vllm_h3_quant.dlo.sharing import Store
 
 ALIGNMENT = 128

@@ -11,7 +11,7 @@ from itertools import chain
 import torch
 from torch.nn import Module
 
-from vllm_h3_quant import pages
+from vllm_h3_quant.dlo import pages
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.log import get_logger
 

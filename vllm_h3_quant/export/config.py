@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_h3_quant.config import NO_ATTENTION, H3QuantOptions, parse
+from vllm_h3_quant.config.schema import NO_ATTENTION, H3QuantOptions, parse
 from vllm_h3_quant.errors import H3QuantError, unknown
 from vllm_h3_quant.export.source import COMPONENTS
 from vllm_h3_quant.loader.formats import EXPORT_FORMAT

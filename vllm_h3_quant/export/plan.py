@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vllm_h3_quant import __version__
-from vllm_h3_quant.config import H3QuantOptions
+from vllm_h3_quant.config.schema import H3QuantOptions
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.export.config import Request
 from vllm_h3_quant.export.source import CONFIG, MODEL_INDEX, Source

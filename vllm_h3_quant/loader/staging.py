@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_h3_quant import pages
+from vllm_h3_quant.dlo import pages
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.header import Entry
 

@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.utils import set_weight_attrs
 
-from vllm_h3_quant.config import H3QuantOptions
+from vllm_h3_quant.config.schema import H3QuantOptions
 from vllm_h3_quant.dlo.returning import return_to_host
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.formats import CodeFormat

@@ -6,7 +6,7 @@ from functools import cache
 
 from vllm.platforms import current_platform
 
-from vllm_h3_quant.config import Method
+from vllm_h3_quant.config.schema import Method
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.backend import Capability, NoBackend
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat

@@ -14,9 +14,9 @@ import torch
 from torch.nn import Module
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
+from vllm_h3_quant.dlo.pages import allocate, pin
 from vllm_h3_quant.dlo.sharing import Store, shared
 from vllm_h3_quant.errors import H3QuantError
-from vllm_h3_quant.pages import allocate, pin
 
 
 class HostedLinearMethod(UnquantizedLinearMethod):

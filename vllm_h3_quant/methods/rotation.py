@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vllm_h3_quant.config import H3QuantOptions, Method
+from vllm_h3_quant.config.schema import H3QuantOptions, Method
 from vllm_h3_quant.kernels.hadamard import largest_group
 
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vllm_h3_quant.config import H3QuantOptions
+from vllm_h3_quant.config.schema import H3QuantOptions
 from vllm_h3_quant.errors import nearest
 
 TRANSFORMER = "transformer"

@@ -1,0 +1,1 @@
+"""What may be asked for, as data: keys and values, names, selectors of layers and steps."""

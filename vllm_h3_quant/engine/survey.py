@@ -1,0 +1,83 @@
+"""Counts a loaded pipeline's linears, attention layers and fused edges for the load report."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch.nn import Module
+from vllm.model_executor.layers.linear import LinearBase
+
+from vllm_h3_quant.attention.implementation import QuantizedAttention
+from vllm_h3_quant.blocks.edges import Edge, obstacles, wants_fusion
+from vllm_h3_quant.engine.report import AttentionReport, ComponentReport, EdgeReport, LoadReport
+from vllm_h3_quant.methods.base import H3LinearMethod
+from vllm_h3_quant.methods.hosted import HostedLinearMethod
+from vllm_h3_quant.upstream import dit_block
+from vllm_h3_quant.upstream.attention import decision_of, layers
+
+
+def survey(model: Module, method: str | None, checkpoints: Mapping[str, str] | None = None) -> LoadReport:
+    """Count the linears and attention layers of ``model`` by its direct children.
+
+    Args:
+        model: the pipeline.
+        method: what was asked for.
+        checkpoints: what each component was loaded from, in words.
+    """
+    linears = _by_component((name, m) for name, m in model.named_modules() if isinstance(m, LinearBase))
+    attention = _by_component(layers(model))
+    blocks = _by_component(dit_block.blocks(model))
+    return LoadReport(
+        method=method,
+        components={
+            name: _component(found, attention.get(name, []), blocks.get(name, [])).model_copy(
+                update={"checkpoint": (checkpoints or {}).get(name, "")}
+            )
+            for name, found in linears.items()
+        },
+    )
+
+
+def _by_component(named: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = defaultdict(list)
+    for name, module in named:
+        found[name.split(".", 1)[0]].append(module)
+    return found
+
+
+def _component(linears: list[LinearBase], attention: list[Any], blocks: list[Any]) -> ComponentReport:
+    hosted = [layer for layer in linears if isinstance(layer.quant_method, HostedLinearMethod)]
+    methods = [layer.quant_method for layer in linears if isinstance(layer.quant_method, H3LinearMethod)]
+    return ComponentReport(
+        linears=len(linears),
+        quantized=len(methods),
+        kernels=dict(Counter(method.backend.name for method in methods)),
+        weight_bytes=sum(p.numel() * p.element_size() for layer in linears for p in layer.parameters(recurse=False)),
+        hosted=len(hosted),
+        hosted_bytes=sum(layer.weight.numel() * layer.weight.element_size() for layer in hosted),
+        attention=_attention(attention),
+        fusion=_fusion([obstacles(block) for block in blocks if wants_fusion(block)]),
+    )
+
+
+def _fusion(blocks: list[dict[Edge, str | None]]) -> EdgeReport:
+    found = [(edge, reason) for block in blocks for edge, reason in block.items()]
+    return EdgeReport(
+        edges=len(found),
+        fused=sum(reason is None for _, reason in found),
+        kept=dict(Counter(f"{edge.value} ({reason})" for edge, reason in found if reason)),
+    )
+
+
+def _attention(layers: list[Any]) -> AttentionReport:
+    ours = [layer.attention for layer in layers if isinstance(layer.attention, QuantizedAttention)]
+    decisions = [decision for layer in layers if (decision := decision_of(layer)) is not None]
+    return AttentionReport(
+        layers=len(layers),
+        quantized=len(ours),
+        kernels=dict(Counter(implementation.kernel for implementation in ours)),
+        kept=dict(Counter(decision.kept for decision in decisions if decision.kept)),
+        why=next((decision.why for decision in decisions), ""),
+    )
