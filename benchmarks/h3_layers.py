@@ -33,17 +33,17 @@ def engine() -> Iterator[torch.device]:
     """One rank of the engine, with the configuration of a worker; yields its device."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from vllm.config import set_current_vllm_config
-    from vllm.platforms import current_platform
     from vllm_omni.diffusion.data import OmniDiffusionConfig
     from vllm_omni.diffusion.vllm_config import create_diffusion_vllm_config
     from vllm_omni.platforms import current_omni_platform
 
     from vllm_h3_quant import plugin
+    from vllm_h3_quant.methods.device import bind_engine_kernels
 
     plugin.register()
     device = current_omni_platform.get_torch_device(0)
     with process_groups():
-        current_platform.import_kernels()
+        bind_engine_kernels()
         config = create_diffusion_vllm_config(device, OmniDiffusionConfig())
         with set_current_vllm_config(config), torch.no_grad():
             yield device
@@ -267,9 +267,10 @@ def _finish(model: Module) -> None:
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_processing
 
+    from vllm_h3_quant.upstream.model_loader import is_processed
+
     finalize_layerwise_processing(model, model_config=None)
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
-        done = getattr(layer, "_already_called_process_weights_after_loading", False)
-        if isinstance(method, QuantizeMethodBase) and not done:
+        if isinstance(method, QuantizeMethodBase) and not is_processed(layer):
             method.process_weights_after_loading(layer)

@@ -110,17 +110,17 @@ def engine(*, rank: int = 0, **ranks: Any) -> Iterator[torch.device]:
         ranks: more of :func:`process_groups`.
     """
     from harness.engine import process_groups
-    from vllm.platforms import current_platform
     from vllm_omni.platforms import current_omni_platform
 
     from vllm_h3_quant import plugin
+    from vllm_h3_quant.methods.device import bind_engine_kernels
 
     plugin.register_general()
     for module in IMPORTED:
         import_module(module)
     device = current_omni_platform.get_torch_device(rank)
     with process_groups(rank=rank, **ranks):
-        current_platform.import_kernels()
+        bind_engine_kernels()
         if device.type == "cuda":
             torch.ones(1, device=device)  # the context is no part of the load
             torch.cuda.synchronize(device)

@@ -16,6 +16,7 @@ from shapes import H3, TINY
 
 from vllm_h3_quant import plugin
 from vllm_h3_quant.blocks.edges import obstacles
+from vllm_h3_quant.methods.device import bind_engine_kernels
 
 METHODS: tuple[dict[str, Any], ...] = (
     {"method": "h3_fp8", "attention": "fp8"},
@@ -24,13 +25,12 @@ METHODS: tuple[dict[str, Any], ...] = (
 
 
 def main(rank: int, ranks: int, port: int) -> None:
-    from vllm.platforms import current_platform
     from vllm_omni.platforms import current_omni_platform
 
     plugin.register()
     device = current_omni_platform.get_torch_device(rank)
     with process_groups(rank=rank, ulysses=ranks, port=port), torch.inference_mode():
-        current_platform.import_kernels()
+        bind_engine_kernels()
         for method in METHODS:
             compare(method, device, rank, ranks)
 

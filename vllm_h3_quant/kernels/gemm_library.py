@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Protocol
 
 import torch
 
@@ -31,16 +32,41 @@ def torch_scaled_mm(product: Product) -> torch.Tensor:
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype, use_fast_accum=True)
 
 
+class CutlassScaledMM(Protocol):
+    """vLLM's kernel: writes ``(a @ b) * scale_a * scale_b + bias`` to ``out``; shapes as of :class:`Product`."""
+
+    def __call__(
+        self,
+        out: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+        bias: torch.Tensor | None,
+        /,
+    ) -> None: ...
+
+
+_cutlass: CutlassScaledMM | None = None
+
+
+def bind_vllm_cutlass(kernel: CutlassScaledMM | None) -> None:
+    """Give :func:`vllm_cutlass` its kernel; None where vLLM's extension has none. Call before the first product."""
+    global _cutlass
+    _cutlass = kernel
+
+
 def vllm_cutlass(product: Product) -> torch.Tensor:
     """vLLM's CUTLASS kernel, for both formats and bf16 or fp16 output."""
+    assert _cutlass is not None, "the table asks vllm_cutlass_missing first"
     out = product.empty_out()
-    torch.ops._C.cutlass_scaled_mm(out, product.a, product.b, product.scale_a, product.scale_b, product.bias_as_out())
+    _cutlass(out, product.a, product.b, product.scale_a, product.scale_b, product.bias_as_out())
     return out
 
 
 def vllm_cutlass_missing() -> str | None:
     """Why :func:`vllm_cutlass` cannot run in this process."""
-    return None if hasattr(torch.ops._C, "cutlass_scaled_mm") else "needs vLLM's CUDA extension, which is not loaded"
+    return None if _cutlass is not None else "needs vLLM's CUDA extension, which is not loaded"
 
 
 def torch_int_mm(product: Product) -> torch.Tensor:

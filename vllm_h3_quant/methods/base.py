@@ -37,6 +37,7 @@ from vllm_h3_quant.methods.lora import codes_parameter
 from vllm_h3_quant.methods.sharding import operands_by_rows, store_by_rows
 from vllm_h3_quant.methods.source import WeightSource
 from vllm_h3_quant.methods.storage import keep_dtypes
+from vllm_h3_quant.upstream.model_loader import is_processed, mark_processed
 
 
 class H3LinearMethod(LinearMethodBase):
@@ -163,7 +164,7 @@ class H3LinearMethod(LinearMethodBase):
         Called when the last tensor has arrived, and once more by the loader's final sweep, where a
         layer that is not complete is an error.
         """
-        if getattr(layer, "_already_called_process_weights_after_loading", False):
+        if is_processed(layer):
             return
         if not self.arrival.complete:
             raise H3QuantError(f"{self.name}: the checkpoint is incomplete, {self.arrival.describe()}")
@@ -175,7 +176,7 @@ class H3LinearMethod(LinearMethodBase):
             codes, scale = self.quantize_weight(layer.weight.data)
         layer.register_parameter("weight", codes_parameter(codes.t(), self.name))
         layer.register_parameter("weight_scale", Parameter(scale.t(), requires_grad=False))
-        layer._already_called_process_weights_after_loading = True
+        mark_processed(layer)
         keep_dtypes(layer)
         if self._offload_after_quant:
             return_to_host(layer, pinned=self.may_pin)

@@ -11,6 +11,8 @@ from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.backend import Capability, NoBackend
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
 from vllm_h3_quant.kernels.gemm import Backend, select
+from vllm_h3_quant.kernels.gemm_library import bind_vllm_cutlass
+from vllm_h3_quant.upstream.scaled_mm import cutlass_scaled_mm
 
 FORMATS: dict[Method, CodeFormat] = {Method.FP8: FP8, Method.INT8: INT8}
 
@@ -36,6 +38,11 @@ def device_name() -> str:
     return str(current_platform.get_device_name())
 
 
+def bind_engine_kernels() -> None:
+    """Hand vLLM's kernels to the table of products, which goes without them before. Call before the first product."""
+    bind_vllm_cutlass(cutlass_scaled_mm())
+
+
 @cache
 def backend_for(method: Method, *, biased: bool = False) -> Backend:
     """The backend that serves a linear of ``method`` here, with or without a bias.
@@ -46,7 +53,7 @@ def backend_for(method: Method, *, biased: bool = False) -> Backend:
     """
     capability = device_capability()
     if capability is not None:
-        current_platform.import_kernels()  # backends ask whether vLLM's extension is there
+        bind_engine_kernels()
     try:
         return select(FORMATS[method], capability, biased=biased)
     except NoBackend as error:

@@ -17,6 +17,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm_h3_quant.dlo.pages import allocate, pin
 from vllm_h3_quant.dlo.sharing import Store, shared
 from vllm_h3_quant.errors import H3QuantError
+from vllm_h3_quant.upstream.model_loader import mark_processed
 
 
 class HostedLinearMethod(UnquantizedLinearMethod):
@@ -104,7 +105,7 @@ class HostedLinearMethod(UnquantizedLinearMethod):
         if layer.bias is not None:
             self.bias = layer.bias.data.to(device)
             layer._parameters["bias"] = None
-        layer._already_called_process_weights_after_loading = True
+        mark_processed(layer)
 
     def _share(self, param: torch.nn.Parameter) -> None:
         """Let go of a weight that another rank of the host holds too, before the next one is read."""
