@@ -29,5 +29,5 @@ def transformer(model: Path) -> Path:
         if (folder / "config.json").is_file():
             return folder
     raise H3QuantError(
-        f"{model} is no model root; give one, or write a synthetic one there: python -m synthetic_h3 {model}"
+        f"{model} is no model root; give one, or write a synthetic one there: python benchmarks/synthetic_h3.py {model}"
     )

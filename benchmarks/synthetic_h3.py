@@ -1,6 +1,6 @@
 """A model root with a DiT of MiniMax-H3's own size and random weights, beside the tiny model's other components.
 
-    python -m synthetic_h3 ROOT --layers 24
+    python benchmarks/synthetic_h3.py ROOT --layers 24
 
 61 GiB at 50 layers, 1.2 GiB a layer. One random block is drawn, and every tensor is a stretch of it at a place of its
 own, scaled to unit gain: drawing each number would take longer than writing it. The block's length is prime, so that
