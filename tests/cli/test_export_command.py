@@ -74,7 +74,7 @@ def test_by_component(model: Path, tmp_path: Path) -> None:
         (["--method", "h3_fp8", "--option", "ignored_layers=blocks.0"], "expected a list of names"),
         (["--method", "h3_fp8", "--config", '"h3_fp8"'], "leave --method and --option out"),
         (["--config", "h3_fp8"], "--config: 'h3_fp8' is no JSON"),
-        (["--config", "5"], "5 is no method's name and no mapping"),
+        (["--config", "5"], "5 is not a method name or a mapping with 'method'"),
     ],
 )
 def test_bad_arguments_end_in_one_line(model: Path, tmp_path: Path, arguments: list[str], message: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vllm_h3_quant import __version__
+from vllm_h3_quant.config.components import TEXT_ENCODER, TRANSFORMER
 from vllm_h3_quant.config.schema import H3QuantOptions
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.export.config import Request
@@ -27,7 +28,7 @@ from vllm_h3_quant.loader.header import Entry
 from vllm_h3_quant.loader.inspect import METHODS
 from vllm_h3_quant.loader.manifest import MANIFEST, VERSION
 from vllm_h3_quant.loader.naming import SCALE, WEIGHT, encoder_layer
-from vllm_h3_quant.loader.plan import TEXT_ENCODER, TRANSFORMER, Plan
+from vllm_h3_quant.loader.plan import Plan
 from vllm_h3_quant.loader.scales import LINEAR_KEY
 from vllm_h3_quant.loader.shards import TensorSpec, header_bytes, in_order
 from vllm_h3_quant.loader.stored import StoredLinear

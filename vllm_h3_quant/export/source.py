@@ -7,15 +7,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_h3_quant.config.components import COMPONENTS, TEXT_ENCODER, TRANSFORMER
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.architecture import Architecture
 from vllm_h3_quant.loader.checkpoint import open_checkpoint, read_json
 from vllm_h3_quant.loader.formats import Kind
 from vllm_h3_quant.loader.inspect import PARTITIONS
-from vllm_h3_quant.loader.plan import TEXT_ENCODER, TRANSFORMER, Plan, plan_text_encoder, plan_transformer
-
-COMPONENTS = (TRANSFORMER, TEXT_ENCODER)
-"""What can be quantized."""
+from vllm_h3_quant.loader.plan import Plan, plan_text_encoder, plan_transformer
 
 MODEL_INDEX = "model_index.json"
 CONFIG = f"{TRANSFORMER}/config.json"

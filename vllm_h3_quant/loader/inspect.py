@@ -6,12 +6,13 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_h3_quant.config.components import TEXT_ENCODER, TRANSFORMER
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
 from vllm_h3_quant.loader import naming
 from vllm_h3_quant.loader.architecture import Architecture
 from vllm_h3_quant.loader.checkpoint import open_checkpoint, read_json
-from vllm_h3_quant.loader.plan import TEXT_ENCODER, TRANSFORMER, Plan, plan_text_encoder, plan_transformer
+from vllm_h3_quant.loader.plan import Plan, plan_text_encoder, plan_transformer
 
 PARTITIONS = ("FL2VA", "Ref2VA")
 
