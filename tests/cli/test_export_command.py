@@ -90,7 +90,16 @@ def test_bad_arguments_end_in_one_line(model: Path, tmp_path: Path, arguments: l
 def test_a_model_that_is_not_there(tmp_path: Path, model_path: str) -> None:
     result = run(tmp_path / model_path, tmp_path / "out", "--method", "h3_fp8")
     assert result.exit_code == 1
-    assert f"{model_path} is no folder" in result.stderr
+    assert f"{model_path} does not exist" in result.stderr
+
+
+@pytest.mark.parametrize("place", ["..", "transformer", "FL2VA/transformer", "model_index.json"])
+def test_a_wrong_place_is_told_with_the_right_one(model: Path, tmp_path: Path, place: str) -> None:
+    """One level too high or too deep, or a file."""
+    result = run(model / place, tmp_path / "out", "--method", "h3_fp8")
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert str(model) in result.stderr.rpartition("give ")[2]
 
 
 def test_a_terminal_gets_layers_bytes_and_rate() -> None:

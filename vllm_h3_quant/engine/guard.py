@@ -56,8 +56,8 @@ def refuse_broadcast(quantization: Any) -> None:
     """Refuse an export whose weights one rank of HSDP would read and send to the others.
 
     vLLM-Omni 0.30 then calls ``load_weights`` on rank 0 alone and sends the parameters that a rank has after it was
-    built. Those that become codes are on the meta device until they are read, so that the other ranks would have nothing
-    to receive into. With a method that quantizes while it loads, the engine leaves the option out by itself.
+    built. Those that become codes are on the meta device until they are read, so that the other ranks would have
+    nothing to receive into. With a method that quantizes while it loads, the engine leaves the option out by itself.
 
     Raises:
         H3QuantError: every quantized component's weights are stored as codes.

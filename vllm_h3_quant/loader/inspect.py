@@ -12,9 +12,8 @@ from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
 from vllm_h3_quant.loader import naming
 from vllm_h3_quant.loader.architecture import Architecture
 from vllm_h3_quant.loader.checkpoint import open_checkpoint, read_json
+from vllm_h3_quant.loader.place import PARTITIONS, nearest_model, wrong_place
 from vllm_h3_quant.loader.plan import Plan, plan_text_encoder, plan_transformer
-
-PARTITIONS = ("FL2VA", "Ref2VA")
 
 ENCODER_LAYERS = 50
 """Decoder layers of Qwen3-VL that vLLM-Omni 0.30 reads for MiniMax-H3."""
@@ -46,7 +45,7 @@ def find_components(path: Path) -> dict[str, Path]:
         H3QuantError: there is no such path, or nothing there looks like a component.
     """
     if not path.exists():
-        raise H3QuantError(f"{path} does not exist; give a model's root, a partition, a component's folder or a file")
+        raise H3QuantError(str(wrong_place(path)))
     if path.is_file() or any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
         return {path.name: path}
     found = {}
@@ -58,7 +57,7 @@ def find_components(path: Path) -> dict[str, Path]:
     if not found:
         raise H3QuantError(
             f"{path}: holds no {TRANSFORMER}/ or {TEXT_ENCODER}/ with safetensors files, by itself or in"
-            f" {' or '.join(PARTITIONS)}"
+            f" {' or '.join(PARTITIONS)}{nearest_model(path)}"
         )
     return found
 
