@@ -35,7 +35,7 @@ def register() -> None:
 
     factory.register({name: partial(_build, name) for name in names.served()})
     factory.route(_claims, _build_components, names.looks_ours, _build)
-    offload_config.check_configurations(_check_offload)
+    offload_config.check_configurations(_check)
 
 
 def register_general() -> None:
@@ -84,8 +84,8 @@ def _build(method: str, **options: Any) -> Any:
     return build(method, options, where=f"quantization {method!r}")
 
 
-def _check_offload(od_config: Any) -> None:
-    from vllm_h3_quant.dlo.guard import check
+def _check(od_config: Any) -> None:
+    from vllm_h3_quant.engine.guard import check
 
     check(od_config)
 

@@ -79,6 +79,13 @@ def test_a_path_that_is_not_there(tmp_path: Path) -> None:
     assert "does not exist" in result.output
 
 
+def test_a_wrong_place_is_told_with_the_right_one(tiny_h3: Path) -> None:
+    """The root's ``transformer`` holds a configuration alone."""
+    result = check(tiny_h3 / "transformer")
+    assert result.exit_code == 1
+    assert result.output.rstrip().endswith(f"; give {tiny_h3}")
+
+
 class TestCurve:
     def test_is_not_good_by_itself(self, tiny_h3: Path, tmp_path: Path) -> None:
         root = write_format(tiny_h3, tmp_path / "h3", "pruned_curve")

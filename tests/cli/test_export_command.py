@@ -74,7 +74,7 @@ def test_by_component(model: Path, tmp_path: Path) -> None:
         (["--method", "h3_fp8", "--option", "ignored_layers=blocks.0"], "expected a list of names"),
         (["--method", "h3_fp8", "--config", '"h3_fp8"'], "leave --method and --option out"),
         (["--config", "h3_fp8"], "--config: 'h3_fp8' is no JSON"),
-        (["--config", "5"], "5 is no method's name and no mapping"),
+        (["--config", "5"], "5 is not a method name or a mapping with 'method'"),
     ],
 )
 def test_bad_arguments_end_in_one_line(model: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -90,7 +90,16 @@ def test_bad_arguments_end_in_one_line(model: Path, tmp_path: Path, arguments: l
 def test_a_model_that_is_not_there(tmp_path: Path, model_path: str) -> None:
     result = run(tmp_path / model_path, tmp_path / "out", "--method", "h3_fp8")
     assert result.exit_code == 1
-    assert f"{model_path} is no folder" in result.stderr
+    assert f"{model_path} does not exist" in result.stderr
+
+
+@pytest.mark.parametrize("place", ["..", "transformer", "FL2VA/transformer", "model_index.json"])
+def test_a_wrong_place_is_told_with_the_right_one(model: Path, tmp_path: Path, place: str) -> None:
+    """One level too high or too deep, or a file."""
+    result = run(model / place, tmp_path / "out", "--method", "h3_fp8")
+    assert result.exit_code == 1
+    assert result.stderr.count("\n") == 1
+    assert str(model) in result.stderr.rpartition("give ")[2]
 
 
 def test_a_terminal_gets_layers_bytes_and_rate() -> None:

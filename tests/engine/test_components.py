@@ -91,6 +91,10 @@ def test_mappings_without_our_methods_stay_upstreams() -> None:
             ["component 'text_encoder'", "attention='auto' is for the layers of 'transformer'", "write 'h3_int8'"],
         ),
         (
+            {"transformer": "h3_fp8", "text_encoder": {"method": "h3_fp8", "fuse": False}},
+            ["component 'text_encoder'", "fuse=False is for the layers of 'transformer'", "valid: ignored_layers, "],
+        ),
+        (
             {"default": "h3_fp8_full", "transformer": None},
             ["component 'default'", "attention='auto'", "'default' does not reach", "write 'h3_fp8'"],
         ),

@@ -260,8 +260,8 @@ class TestConfiguration:
                 {"transformer": {"method": "h3_fp8", "attention": "auto"}, "text_encoder": {"method": "h3_int8"}},
             ),
             (
-                {"default": {"quant_method": "h3_int8", "adaln": "keep"}, "transformer": None},
-                {"transformer": None, "text_encoder": {"method": "h3_int8", "adaln": "keep"}},
+                {"default": {"quant_method": "h3_int8", "rotation": 64}, "transformer": None},
+                {"transformer": None, "text_encoder": {"method": "h3_int8", "rotation": 64}},
             ),
         ],
     )
@@ -474,12 +474,17 @@ class TestRefusals:
                 r"checkpoint='vllm-h3-quant' is what an export writes",
             ),
             ({"transformers": "h3_fp8"}, r"unknown component 'transformers'; did you mean 'transformer'"),
-            ({"vae": "h3_fp8"}, r"'vae' cannot be quantized \(remote code"),
+            ({"vae": "h3_fp8"}, r"component 'vae': cannot be quantized \(remote code"),
             ({"transformer": None}, r"names no method"),
-            ({"transformer": {"adaln": "keep"}}, r"component 'transformer': .* names no method"),
-            ({"transformer": ["h3_fp8"]}, r"\['h3_fp8'\] is no method's name"),
-            ({"text_encoder": "h3_fp8_full"}, r"component 'text_encoder': attention='auto' is for 'transformer' alone"),
-            (["h3_fp8"], r"\['h3_fp8'\] is no method's name and no mapping"),
+            (
+                {"transformer": {"adaln": "keep"}},
+                r"component 'transformer': .* is not a method name",
+            ),
+            ({"transformer": ["h3_fp8"]}, r"\['h3_fp8'\] is not a method name"),
+            ({"transformer": "h3_fp8", "text_encoder": "fp8"}, r"'text_encoder': 'fp8' is a method of the engine's"),
+            ({"text_encoder": {"method": "h3_fp8", "fuse": False}}, r"'text_encoder': fuse=False is for the layers of"),
+            ({"text_encoder": "h3_fp8_full"}, r"component 'text_encoder': attention='auto' is for the layers of"),
+            (["h3_fp8"], r"\['h3_fp8'\] is not a method name or a mapping"),
             (
                 {"method": "h3_fp8", "ignored_layers": ["blocks.0.attn.q_proj"]},
                 r"'blocks\.0\.attn\.q_proj' matches no linear; did you mean 'blocks\.0\.attn\.qkv_proj'",

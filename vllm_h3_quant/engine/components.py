@@ -14,15 +14,9 @@ from typing import Any
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm_omni.quantization import ComponentQuantizationConfig, build_quant_config
 
-from vllm_h3_quant.config import names
-from vllm_h3_quant.config.schema import NO_ATTENTION
+from vllm_h3_quant.config.components import DEFAULT, Part, parse_parts
 from vllm_h3_quant.engine import load_session
-from vllm_h3_quant.engine.quant_config import H3QuantConfig, build
-from vllm_h3_quant.errors import H3QuantError, unknown
-from vllm_h3_quant.methods.scope import TEXT_ENCODER, TRANSFORMER, UNREACHED_COMPONENTS
-
-QUANTIZABLE: tuple[str, ...] = (TRANSFORMER, TEXT_ENCODER)
-DEFAULT = "default"
+from vllm_h3_quant.engine.quant_config import H3QuantConfig, build_options
 
 WHERE = "quantization config"
 
@@ -57,50 +51,14 @@ def build_components(spec: Mapping[str, Any]) -> H3ComponentConfig:
     """Configurations from ``{component: name | mapping | None}``.
 
     Raises:
-        H3QuantError: unknown component, a component that cannot be quantized, or 8-bit attention in a
-            configuration that does not reach the transformer.
+        H3QuantError: see :func:`~vllm_h3_quant.config.components.parse_parts` and :func:`build_options`.
     """
-    configs: dict[str, QuantizationConfig | None] = {}
-    default = None
-    for component, value in spec.items():
-        where = f"{WHERE}, component {component!r}"
-        if component in UNREACHED_COMPONENTS and value is not None:
-            raise H3QuantError(
-                f"{where}: cannot be quantized ({UNREACHED_COMPONENTS[component]}); set it to null or quantize"
-                f" {' or '.join(QUANTIZABLE)}"
-            )
-        if component not in (*QUANTIZABLE, DEFAULT, *UNREACHED_COMPONENTS):
-            raise unknown("component", component, (*QUANTIZABLE, DEFAULT), where=WHERE)
-        config = _build_one(value, where)
-        if component == DEFAULT:
-            default = config
-        else:
-            configs[component] = config
-    built = H3ComponentConfig(configs, default)
-    for component, config in {**configs, DEFAULT: default}.items():
-        if isinstance(config, H3QuantConfig) and config is not built.resolve(TRANSFORMER):
-            _refuse_attention(config, component)
-    return built
+    built = {part.key: _build(part) for part in parse_parts(spec, where=WHERE)}
+    default = built.pop(DEFAULT, None)
+    return H3ComponentConfig(built, default)
 
 
-def _refuse_attention(config: H3QuantConfig, component: str) -> None:
-    options = config.options
-    if options.attention != NO_ATTENTION:
-        raise H3QuantError(
-            f"{config.where}: attention={options.attention!r} is for the layers of {TRANSFORMER!r}, which"
-            f" {component!r} does not reach here; write {options.method.value!r} or attention={NO_ATTENTION!r}"
-        )
-
-
-def _build_one(value: object, where: str) -> QuantizationConfig | None:
-    if value is None:
-        return None
-    method = names.method_of(value)
-    if method is None:
-        raise H3QuantError(f"{where}: {value!r} is not a method name, a mapping with 'method', or null")
-    if not names.looks_ours(method):
-        return build_quant_config(value)
-    options = dict(value) if isinstance(value, Mapping) else {}
-    # Only one of the two: a second one is then an unknown key.
-    options.pop("method" if "method" in options else "quant_method", None)
-    return build(method, options, where=where)
+def _build(part: Part) -> QuantizationConfig | None:
+    if part.options is not None:
+        return build_options(part.options, part.name, where=part.where)
+    return None if part.other is None else build_quant_config(dict(part.other))

@@ -13,10 +13,10 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm_h3_quant.attention import layers as attention
 from vllm_h3_quant.blocks.edges import wants_fusion
 from vllm_h3_quant.blocks.forward import forward
-from vllm_h3_quant.dlo import guard, host_memory
+from vllm_h3_quant.dlo import host_memory
 from vllm_h3_quant.dlo.device import Device
 from vllm_h3_quant.dlo.hosting import host_projections
-from vllm_h3_quant.engine import report
+from vllm_h3_quant.engine import guard, report
 from vllm_h3_quant.engine.survey import survey
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader import intake

@@ -12,7 +12,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from vllm_h3_quant.attention.device import choice_for
 from vllm_h3_quant.config import names
-from vllm_h3_quant.config.schema import NO_ATTENTION, H3QuantOptions, Method, parse
+from vllm_h3_quant.config.components import read_method
+from vllm_h3_quant.config.schema import NO_ATTENTION, H3QuantOptions, Method
 from vllm_h3_quant.engine import load_session
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.log import get_logger
@@ -129,15 +130,22 @@ def build(method: str, options: Mapping[str, Any] | None = None, *, where: str) 
         H3QuantError: bad name, key or value; a device that cannot run the method; or an installed
             vLLM whose symbols have moved.
     """
-    name, keys = names.translate(method, options or {}, where=where)
-    parsed = parse(name, keys, where=where)
-    if names.normalize(method) != name:
-        logger.info("%s: %s is served by %s (%s)", where, method, name, names.REPLACE_VARIABLE)
+    return build_options(read_method(method, options or {}, where=where), method, where=where)
+
+
+def build_options(options: H3QuantOptions, method: str, *, where: str) -> H3QuantConfig:
+    """A configuration for the device of this process, from options that were read from the name ``method``.
+
+    Raises:
+        H3QuantError: a device that cannot run them, or an installed vLLM whose symbols have moved.
+    """
+    if names.normalize(method) in names.replaced():
+        logger.info("%s: %s is served by %s (%s)", where, method, options.method.value, names.REPLACE_VARIABLE)
     check_upstream()
-    backend_for(parsed.method)
-    if parsed.attention != NO_ATTENTION:
-        _check_attention(parsed, where)
-    return H3QuantConfig(parsed, where=where)
+    backend_for(options.method)
+    if options.attention != NO_ATTENTION:
+        _check_attention(options, where)
+    return H3QuantConfig(options, where=where)
 
 
 @cache

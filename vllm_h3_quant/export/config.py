@@ -6,14 +6,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_h3_quant.config.schema import NO_ATTENTION, H3QuantOptions, parse
-from vllm_h3_quant.errors import H3QuantError, unknown
-from vllm_h3_quant.export.source import COMPONENTS
+from vllm_h3_quant.config.components import COMPONENTS, TEXT_ENCODER, TRANSFORMER, Part, parse_parts
+from vllm_h3_quant.config.schema import NAMES, H3QuantOptions, parse
+from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.formats import EXPORT_FORMAT
-from vllm_h3_quant.loader.plan import TEXT_ENCODER, TRANSFORMER
-from vllm_h3_quant.methods.scope import UNREACHED_COMPONENTS, matches, without_match
-
-DEFAULT = "default"
+from vllm_h3_quant.methods.scope import matches, without_match
 
 
 @dataclass(frozen=True)
@@ -70,44 +67,20 @@ def parse_request(spec: str | Mapping[str, Any], *, where: str) -> Request:
     Raises:
         H3QuantError: an unknown component, method or key, a bad value, or nothing to quantize.
     """
-    if not isinstance(spec, str | Mapping):
-        raise H3QuantError(f"{where}: {spec!r} is no method's name and no mapping")
-    if isinstance(spec, str) or "method" in spec or "quant_method" in spec:
-        return Request((Given(_options(spec, where), COMPONENTS, where),))
-    for component, value in spec.items():
-        if component in UNREACHED_COMPONENTS and value is not None:
-            raise H3QuantError(f"{where}: {component!r} cannot be quantized ({UNREACHED_COMPONENTS[component]})")
-        if component not in (*COMPONENTS, DEFAULT, *UNREACHED_COMPONENTS):
-            raise unknown("component", component, (*COMPONENTS, DEFAULT), where=where)
-    given = []
-    for key in (*COMPONENTS, DEFAULT):
-        components = (key,) if key in COMPONENTS else tuple(name for name in COMPONENTS if name not in spec)
-        if spec.get(key) is not None and components:
-            told = f"{where}, component {key!r}"
-            given.append(Given(_options(spec[key], told), components, told))
-    for one in given:
-        if one.options.attention != NO_ATTENTION and TRANSFORMER not in one.components:
-            raise H3QuantError(
-                f"{one.where}: attention={one.options.attention!r} is for {TRANSFORMER!r} alone; write"
-                f" {one.options.method.value!r} or attention={NO_ATTENTION!r}"
-            )
-    if not given:
-        raise H3QuantError(f"{where}: names no method, so there is nothing to quantize")
-    return Request(tuple(given))
+    return Request(tuple(_given(part) for part in parse_parts(spec, where=where) if part.name))
 
 
-def _options(value: Any, where: str) -> H3QuantOptions:
-    if isinstance(value, str):
-        value = {"method": value}
-    if not isinstance(value, Mapping):
-        raise H3QuantError(f"{where}: {value!r} is no method's name, no mapping with 'method', and not null")
-    keys = dict(value)
-    method = keys.pop("method" if "method" in keys else "quant_method", None)
-    if not isinstance(method, str):
-        raise H3QuantError(f"{where}: {dict(value)!r} names no method")
-    if "checkpoint" in keys:
-        raise H3QuantError(f"{where}: checkpoint={keys['checkpoint']!r} is what an export writes; leave it out")
-    return parse(method, keys, where=where).model_copy(update={"checkpoint": EXPORT_FORMAT})
+def _given(part: Part) -> Given:
+    if part.options is None:
+        raise H3QuantError(
+            f"{part.where}: {part.name!r} is a method of the engine's, which an export does not write; give one of"
+            f" {', '.join(NAMES)}, or null"
+        )
+    if part.options.checkpoint:
+        raise H3QuantError(
+            f"{part.where}: checkpoint={part.options.checkpoint!r} is what an export writes; leave it out"
+        )
+    return Given(part.options.model_copy(update={"checkpoint": EXPORT_FORMAT}), part.components, part.where)
 
 
 def _keys(options: H3QuantOptions) -> dict[str, Any]:

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from vllm_h3_quant import __version__
+from vllm_h3_quant.config.components import TEXT_ENCODER, TRANSFORMER
 from vllm_h3_quant.config.schema import H3QuantOptions
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.export.config import Request
-from vllm_h3_quant.export.source import CONFIG, MODEL_INDEX, Source
+from vllm_h3_quant.export.source import Source
 from vllm_h3_quant.kernels.formats import CodeFormat
 from vllm_h3_quant.loader.checkpoint import read_json
 from vllm_h3_quant.loader.coding import Values
@@ -27,7 +28,8 @@ from vllm_h3_quant.loader.header import Entry
 from vllm_h3_quant.loader.inspect import METHODS
 from vllm_h3_quant.loader.manifest import MANIFEST, VERSION
 from vllm_h3_quant.loader.naming import SCALE, WEIGHT, encoder_layer
-from vllm_h3_quant.loader.plan import TEXT_ENCODER, TRANSFORMER, Plan
+from vllm_h3_quant.loader.place import CONFIG, MODEL_INDEX
+from vllm_h3_quant.loader.plan import Plan
 from vllm_h3_quant.loader.scales import LINEAR_KEY
 from vllm_h3_quant.loader.shards import TensorSpec, header_bytes, in_order
 from vllm_h3_quant.loader.stored import StoredLinear

@@ -17,12 +17,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
+from vllm_h3_quant.config.components import COMPONENTS
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.export.config import Request
 from vllm_h3_quant.export.plan import PROGRESS, ExportPlan, package_versions
-from vllm_h3_quant.export.source import COMPONENTS, Source
+from vllm_h3_quant.export.source import Source
 from vllm_h3_quant.loader.checkpoint import read_json
 from vllm_h3_quant.loader.durable import UNFINISHED, durable, sync_folder
+from vllm_h3_quant.loader.place import PARTIAL
 from vllm_h3_quant.loader.shards import Written
 
 _STEP = 2**24
@@ -173,7 +175,7 @@ class Partial:
 
 def partial_of(out: Path) -> Path:
     """The folder in which the export ``out`` grows."""
-    return out.with_name(f"{out.name}.partial")
+    return out.with_name(out.name + PARTIAL)
 
 
 def _state(file: Path, *, header: bool) -> str:

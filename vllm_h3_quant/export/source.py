@@ -7,20 +7,15 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_h3_quant.config.components import COMPONENTS, TEXT_ENCODER
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.architecture import Architecture
 from vllm_h3_quant.loader.checkpoint import open_checkpoint, read_json
 from vllm_h3_quant.loader.formats import Kind
-from vllm_h3_quant.loader.inspect import PARTITIONS
-from vllm_h3_quant.loader.plan import TEXT_ENCODER, TRANSFORMER, Plan, plan_text_encoder, plan_transformer
+from vllm_h3_quant.loader.place import CONFIG, MODEL_INDEX, PARTITIONS, is_modular, wrong_place
+from vllm_h3_quant.loader.plan import Plan, plan_text_encoder, plan_transformer
 
-COMPONENTS = (TRANSFORMER, TEXT_ENCODER)
-"""What can be quantized."""
-
-MODEL_INDEX = "model_index.json"
-CONFIG = f"{TRANSFORMER}/config.json"
-"""What the engine reads at a model's root before anything else."""
-
+_EITHER = " or ".join(f"{name}/" for name in PARTITIONS)
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
@@ -96,12 +91,15 @@ def open_source(model: Path) -> Source:
     Raises:
         H3QuantError: it is neither.
     """
+    wrong = wrong_place(model)
+    if wrong:
+        raise H3QuantError(wrong)
+    if is_modular(model):
+        raise H3QuantError(f"{model} is a modular release without partitions; export a model with {_EITHER}")
     root, partitions = (model.parent, (model.name,)) if model.name in PARTITIONS else (model, PARTITIONS)
-    if not model.is_dir():
-        raise H3QuantError(f"{model} is no folder; give the root of a MiniMax-H3 model on this machine")
-    found = tuple(name for name in partitions if (root / name).is_dir())
     lacking = [name for name in (MODEL_INDEX, CONFIG) if not (root / name).is_file()]
-    if not found or lacking:
-        what = " or ".join(f"{name}/" for name in PARTITIONS) if not found else lacking[0]
-        raise H3QuantError(f"{root} holds no {what}; give the root of a MiniMax-H3 model, or {PARTITIONS[0]} in one")
-    return Source(root, found)
+    if lacking:
+        raise H3QuantError(
+            f"{root} holds no {lacking[0]}, which an export of {model.name} needs too; complete the root"
+        )
+    return Source(root, tuple(name for name in partitions if (root / name).is_dir()))

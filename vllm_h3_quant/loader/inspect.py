@@ -6,14 +6,14 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_h3_quant.config.components import TEXT_ENCODER, TRANSFORMER
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
 from vllm_h3_quant.loader import naming
 from vllm_h3_quant.loader.architecture import Architecture
 from vllm_h3_quant.loader.checkpoint import open_checkpoint, read_json
-from vllm_h3_quant.loader.plan import TEXT_ENCODER, TRANSFORMER, Plan, plan_text_encoder, plan_transformer
-
-PARTITIONS = ("FL2VA", "Ref2VA")
+from vllm_h3_quant.loader.place import PARTITIONS, nearest_model, wrong_place
+from vllm_h3_quant.loader.plan import Plan, plan_text_encoder, plan_transformer
 
 ENCODER_LAYERS = 50
 """Decoder layers of Qwen3-VL that vLLM-Omni 0.30 reads for MiniMax-H3."""
@@ -45,7 +45,7 @@ def find_components(path: Path) -> dict[str, Path]:
         H3QuantError: there is no such path, or nothing there looks like a component.
     """
     if not path.exists():
-        raise H3QuantError(f"{path} does not exist; give a model's root, a partition, a component's folder or a file")
+        raise H3QuantError(str(wrong_place(path)))
     if path.is_file() or any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
         return {path.name: path}
     found = {}
@@ -57,7 +57,7 @@ def find_components(path: Path) -> dict[str, Path]:
     if not found:
         raise H3QuantError(
             f"{path}: holds no {TRANSFORMER}/ or {TEXT_ENCODER}/ with safetensors files, by itself or in"
-            f" {' or '.join(PARTITIONS)}"
+            f" {' or '.join(PARTITIONS)}{nearest_model(path)}"
         )
     return found
 

@@ -16,8 +16,6 @@ from vllm_h3_quant.loader.header import Entry
 from vllm_h3_quant.loader.scales import Found, coding_of
 from vllm_h3_quant.loader.stored import Segment, StoredLinear
 
-TRANSFORMER, TEXT_ENCODER = "transformer", "text_encoder"
-
 
 @dataclass
 class Plan:

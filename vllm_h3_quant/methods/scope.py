@@ -15,11 +15,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_h3_quant.config.components import TEXT_ENCODER, TRANSFORMER
 from vllm_h3_quant.config.schema import H3QuantOptions
 from vllm_h3_quant.errors import nearest
-
-TRANSFORMER = "transformer"
-TEXT_ENCODER = "text_encoder"
 
 
 @dataclass(frozen=True)
@@ -75,10 +73,6 @@ ROLES: tuple[Role, ...] = (
         "most of the text decoder's bytes",
     ),
 )
-
-_VAE = "remote code of the checkpoint, convolutions, run once a request"
-UNREACHED_COMPONENTS: dict[str, str] = {"vae": _VAE, "video_vae": _VAE, "audio_vae": _VAE}
-"""Components of the pipeline that hold no vLLM linear, and why they stay as they are."""
 
 
 def role_of(name: str) -> Role | None:
