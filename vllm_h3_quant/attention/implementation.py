@@ -25,7 +25,6 @@ class QuantizedAttention(AttentionImpl):
     Args:
         stock: the implementation that the engine chose. Its attributes are this object's too.
         kind: one of ``kernels.attention.KINDS``.
-        kernel: its backend's name on this device, for reports.
         softmax_scale: factor of the scores before the softmax.
         skipped_steps: denoising steps that keep ``stock``. With any, so does a call outside a step.
     """
@@ -35,13 +34,11 @@ class QuantizedAttention(AttentionImpl):
         stock: Any,
         *,
         kind: str,
-        kernel: str,
         softmax_scale: float,
         skipped_steps: frozenset[int] = frozenset(),
     ) -> None:
         self.stock = stock
         self.kind = kind
-        self.kernel = kernel
         self.softmax_scale = softmax_scale
         self.skipped_steps = skipped_steps
 

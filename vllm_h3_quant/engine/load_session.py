@@ -26,7 +26,6 @@ from vllm_h3_quant.methods.hosted import HostedLinearMethod
 from vllm_h3_quant.methods.lora import refuse_merging_backend
 from vllm_h3_quant.methods.scope import TEXT_ENCODER, TRANSFORMER, without_match
 from vllm_h3_quant.upstream import dit_block, weight_source
-from vllm_h3_quant.upstream.attention import Decision
 from vllm_h3_quant.upstream.attention import install as install_attention
 from vllm_h3_quant.upstream.lora import keep_on_device
 from vllm_h3_quant.upstream.model_loader import around_load_weights
@@ -62,16 +61,14 @@ def prepare(configs: Iterable[AskedConfig]) -> None:
 
 def install() -> None:
     """Put this package's attention and blocks into models of MiniMax-H3 that are built from now on."""
-    install_attention(decide_attention)
+    install_attention(attention.decide_layer, attention.implementation)
     dit_block.install(wants_fusion, forward)
 
 
-def decide_attention(layer: Any, od_config: Any) -> Decision | None:
-    """What becomes of an attention layer; checks and report are put around the load where nothing else did."""
-    decision = attention.decide(layer, od_config)
-    if decision is not None and not _holds_ours(od_config):
+def prepare_without(od_config: Any) -> None:
+    """:func:`prepare` for an engine without a configuration of this package; one with has been prepared by that."""
+    if not _holds_ours(od_config):
         prepare([])
-    return decision
 
 
 def before_load(configs: Sequence[AskedConfig], loader: Any, model: Module) -> None:

@@ -10,7 +10,8 @@ import torch
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from vllm_h3_quant.attention.device import choice_for
+from vllm_h3_quant.attention.decision import on_device
+from vllm_h3_quant.attention.facts import this_device
 from vllm_h3_quant.config import names
 from vllm_h3_quant.config.schema import NO_ATTENTION, H3QuantOptions, Method, parse
 from vllm_h3_quant.engine import load_session
@@ -161,7 +162,7 @@ def check_upstream() -> None:
 
 def _check_attention(options: H3QuantOptions, where: str) -> None:
     try:
-        choice_for(options.attention, options.method)
+        on_device(options.attention, options.method, this_device())
     except H3QuantError as error:
         raise H3QuantError(f"{where}: {error}") from None
 

@@ -9,13 +9,13 @@ from typing import Any
 from torch.nn import Module
 from vllm.model_executor.layers.linear import LinearBase
 
-from vllm_h3_quant.attention.implementation import QuantizedAttention
+from vllm_h3_quant.attention import layers as attention_layers
 from vllm_h3_quant.blocks.edges import Edge, obstacles, wants_fusion
 from vllm_h3_quant.engine.report import AttentionReport, ComponentReport, EdgeReport, LoadReport
 from vllm_h3_quant.methods.base import H3LinearMethod
 from vllm_h3_quant.methods.hosted import HostedLinearMethod
 from vllm_h3_quant.upstream import dit_block
-from vllm_h3_quant.upstream.attention import decision_of, layers
+from vllm_h3_quant.upstream.attention import layers
 
 
 def survey(model: Module, method: str | None, checkpoints: Mapping[str, str] | None = None) -> LoadReport:
@@ -72,12 +72,12 @@ def _fusion(blocks: list[dict[Edge, str | None]]) -> EdgeReport:
 
 
 def _attention(layers: list[Any]) -> AttentionReport:
-    ours = [layer.attention for layer in layers if isinstance(layer.attention, QuantizedAttention)]
-    decisions = [decision for layer in layers if (decision := decision_of(layer)) is not None]
+    decisions = [decision for layer in layers if (decision := attention_layers.decision_of(layer)) is not None]
+    served = [decision for decision in decisions if decision.kind is not None]
     return AttentionReport(
         layers=len(layers),
-        quantized=len(ours),
-        kernels=dict(Counter(implementation.kernel for implementation in ours)),
-        kept=dict(Counter(decision.kept for decision in decisions if decision.kept)),
+        quantized=len(served),
+        kernels=dict(Counter(decision.kernel for decision in served)),
+        kept=dict(Counter(decision.reason for decision in decisions if decision.kind is None)),
         why=next((decision.why for decision in decisions), ""),
     )
