@@ -13,6 +13,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm_h3_quant.attention import layers as attention
 from vllm_h3_quant.blocks.edges import wants_fusion
 from vllm_h3_quant.blocks.forward import forward
+from vllm_h3_quant.config.components import TEXT_ENCODER, TRANSFORMER
 from vllm_h3_quant.dlo import guard, host_memory
 from vllm_h3_quant.dlo.device import Device
 from vllm_h3_quant.dlo.hosting import host_projections
@@ -24,7 +25,8 @@ from vllm_h3_quant.log import get_logger
 from vllm_h3_quant.methods.base import H3LinearMethod
 from vllm_h3_quant.methods.hosted import HostedLinearMethod
 from vllm_h3_quant.methods.lora import refuse_merging_backend
-from vllm_h3_quant.methods.scope import TEXT_ENCODER, TRANSFORMER, without_match
+from vllm_h3_quant.methods.record import decision_of, record
+from vllm_h3_quant.methods.scope import decide_unasked, without_match
 from vllm_h3_quant.upstream import dit_block, weight_source
 from vllm_h3_quant.upstream.attention import install as install_attention
 from vllm_h3_quant.upstream.lora import keep_on_device
@@ -90,6 +92,7 @@ def before_load(configs: Sequence[AskedConfig], loader: Any, model: Module) -> N
             _check_reached(config)
             _check_entries(config)
     attention.check(od_config, model)
+    _record_unasked(model)
     intake.take_in(loader, model)
     for layer in _quantized(model):
         layer.quant_method.watch_bias(layer)
@@ -133,6 +136,16 @@ def _holds_ours(od_config: Any) -> bool:
     by_component = getattr(held, "component_configs", {})
     default = getattr(held, "default_config", None)
     return any(isinstance(config, AskedConfig) for config in (held, *by_component.values(), default))
+
+
+def _record_unasked(model: Module) -> None:
+    """Put down about each linear of a component with a configuration of ours what becomes of it."""
+    for component in model.children():
+        linears = [module for module in component.modules() if isinstance(module, LinearBase)]
+        if any(decision_of(layer) is not None for layer in linears):
+            for layer in linears:
+                if decision_of(layer) is None:
+                    record(layer, decide_unasked(layer.prefix))
 
 
 def _quantized(model: Module) -> list[Any]:

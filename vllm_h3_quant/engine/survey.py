@@ -12,8 +12,8 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm_h3_quant.attention import layers as attention_layers
 from vllm_h3_quant.blocks.edges import Edge, obstacles, wants_fusion
 from vllm_h3_quant.engine.report import AttentionReport, ComponentReport, EdgeReport, LoadReport
-from vllm_h3_quant.methods.base import H3LinearMethod
-from vllm_h3_quant.methods.hosted import HostedLinearMethod
+from vllm_h3_quant.methods.record import decision_of
+from vllm_h3_quant.methods.scope import Storage
 from vllm_h3_quant.upstream import dit_block
 from vllm_h3_quant.upstream.attention import layers
 
@@ -48,15 +48,17 @@ def _by_component(named: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _component(linears: list[LinearBase], attention: list[Any], blocks: list[Any]) -> ComponentReport:
-    hosted = [layer for layer in linears if isinstance(layer.quant_method, HostedLinearMethod)]
-    methods = [layer.quant_method for layer in linears if isinstance(layer.quant_method, H3LinearMethod)]
+    decided = [(layer, decision) for layer in linears if (decision := decision_of(layer)) is not None]
+    of = {storage: [layer for layer, decision in decided if decision.storage is storage] for storage in Storage}
+    hosted = of[Storage.HOST]
     return ComponentReport(
         linears=len(linears),
-        quantized=len(methods),
-        kernels=dict(Counter(method.backend.name for method in methods)),
+        quantized=len(of[Storage.CODES]),
+        kernels=dict(Counter(layer.quant_method.backend.name for layer in of[Storage.CODES])),
         weight_bytes=sum(p.numel() * p.element_size() for layer in linears for p in layer.parameters(recurse=False)),
         hosted=len(hosted),
         hosted_bytes=sum(layer.weight.numel() * layer.weight.element_size() for layer in hosted),
+        kept=dict(Counter(decision.reason for _, decision in decided if decision.storage is Storage.VALUES)),
         attention=_attention(attention),
         fusion=_fusion([obstacles(block) for block in blocks if wants_fusion(block)]),
     )
