@@ -43,7 +43,7 @@ def register_general() -> None:
     register()
     from vllm_h3_quant.upstream import attention
 
-    attention.install_on_import(_decide_attention, _attention)
+    attention.install_on_import(_decide_attention, _quantized_attention)
     if os.environ.get("VLLM_H3_QUANT_REPORT"):
         from vllm_h3_quant.engine import load_session
 
@@ -82,10 +82,10 @@ def _decide_attention(layer: Any, od_config: Any) -> Any:
     return decision
 
 
-def _attention(layer: Any, decision: Any) -> Any:
-    from vllm_h3_quant.attention.layers import implementation
+def _quantized_attention(layer: Any, decision: Any) -> Any:
+    from vllm_h3_quant.attention.layers import quantized_attention
 
-    return implementation(layer, decision)
+    return quantized_attention(layer, decision)
 
 
 def _build(method: str, **options: Any) -> Any:

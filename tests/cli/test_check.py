@@ -49,7 +49,7 @@ class TestReasons:
         output = check(tiny_h3 / "FL2VA" / "transformer").output
         assert uses(output, "h3_fp8") == uses(output, "h3_int8") == [0, 25, 6]
         assert output.count("kept as values: ") == 3, "once, although both methods keep them"
-        assert "  kept as values: 2 fp32 in and out, as the engine checks\n" in output
+        assert "  kept as values: 2 fp32 in and out as the engine checks\n" in output
 
     def test_of_the_checkpoint(self, tiny_h3: Path, tmp_path: Path) -> None:
         output = check(write_format(tiny_h3, tmp_path / "h3", "modelopt_fp8_native") / "FL2VA" / "transformer").output

@@ -10,7 +10,7 @@ from vllm_omni.diffusion.attention.backends.abstract import AttentionImpl
 from vllm_h3_quant.attention.packed import refusal
 from vllm_h3_quant.kernels import attention as kernels
 from vllm_h3_quant.log import get_logger
-from vllm_h3_quant.upstream.attention import denoise_step
+from vllm_h3_quant.upstream.attention import denoise_step, says_float
 
 logger = get_logger(__name__)
 
@@ -84,4 +84,4 @@ class QuantizedAttention(AttentionImpl):
 
     def _skips(self, metadata: Any) -> bool:
         """Whether this package's or the engine's selectors leave the running call out."""
-        return self.skips_step() or (metadata is not None and metadata.extra.get("kv_cache_dtype") == "float")
+        return self.skips_step() or says_float(metadata)

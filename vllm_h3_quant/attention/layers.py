@@ -29,7 +29,7 @@ def decide_layer(layer: Any, od_config: Any) -> AttentionDecision | None:
     return decide(request, facts, this_device())
 
 
-def implementation(layer: Any, decision: AttentionDecision) -> QuantizedAttention | None:
+def quantized_attention(layer: Any, decision: AttentionDecision) -> QuantizedAttention | None:
     """What a decision puts around a layer's implementation; None to keep that."""
     if decision.kind is None:
         return None

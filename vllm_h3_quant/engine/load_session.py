@@ -63,7 +63,7 @@ def prepare(configs: Iterable[AskedConfig]) -> None:
 
 def install() -> None:
     """Put this package's attention and blocks into models of MiniMax-H3 that are built from now on."""
-    install_attention(attention.decide_layer, attention.implementation)
+    install_attention(attention.decide_layer, attention.quantized_attention)
     dit_block.install(wants_fusion, forward)
 
 

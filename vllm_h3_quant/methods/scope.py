@@ -66,7 +66,7 @@ ROLES: tuple[Role, ...] = (
         False,
         "the VSA gate is zero until an adapter assigns it, and zero weights carry no scale",
     ),
-    Role(TRANSFORMER, r"(video|audio)_patch_proj", False, "fp32 in and out, as the engine checks"),
+    Role(TRANSFORMER, r"(video|audio)_patch_proj", False, "fp32 in and out as the engine checks"),
     Role(TRANSFORMER, r"time_embedder\.(proj_in|proj_out)", False, "fp32: timesteps differ in the last digits"),
     Role(TRANSFORMER, r"final_layer\.(video_out|audio_out)", False, "fp32: its rounding lands in the latents"),
     Role(

@@ -120,7 +120,11 @@ def exchanges(layer: Any) -> bool:
 
 def left_out_by_engine(layer: Any) -> bool:
     """Whether the engine's own selectors leave the running step or the layer out of 8-bit attention."""
-    metadata = layer._with_kv_cache_dtype(None)
+    return says_float(layer._with_kv_cache_dtype(None))
+
+
+def says_float(metadata: Any) -> bool:
+    """Whether a call's metadata says that the engine's own selectors leave it out of 8-bit attention."""
     return metadata is not None and metadata.extra.get("kv_cache_dtype") == "float"
 
 
