@@ -43,7 +43,7 @@ from offload_modes import ADALN, OFFLOADS, Mode
 from vllm_h3_quant.config.schema import H3QuantOptions, parse
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.architecture import ROPE, Architecture, Expected
-from vllm_h3_quant.methods.scope import hosts, quantizes, role_of
+from vllm_h3_quant.methods.scope import Storage, decide, role_of
 
 METHODS = ("bf16", "h3_fp8")
 ROLES = ("blocks", "AdaLN", "token refiner", "rest")
@@ -128,7 +128,7 @@ def stated(arch: Architecture, mode: Mode, schedule: int) -> Held:
     for name, expected in _tensors(arch).items():
         linear, _, kind = name.rpartition(".")
         nbytes, block = _nbytes(name, expected, options), _streamed(name, mode.offload)
-        hosted = options is not None and hosts(options, linear)
+        hosted = options is not None and decide(options, linear).storage is Storage.HOST
         if hosted and kind == "weight":
             host += nbytes
             outputs += 2 * TIMESTEPS * schedule * expected.shape[0]
@@ -207,7 +207,7 @@ def _tensors(arch: Architecture) -> dict[str, Expected]:
 
 def _nbytes(name: str, expected: Expected, options: H3QuantOptions | None) -> int:
     linear, _, kind = name.rpartition(".")
-    if kind == "weight" and options is not None and quantizes(options, linear):
+    if kind == "weight" and options is not None and decide(options, linear).storage is Storage.CODES:
         return prod(expected.shape) + 4 * expected.shape[0]
     return prod(expected.shape) * (4 if expected.fp32 else 2)
 

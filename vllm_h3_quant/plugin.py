@@ -43,7 +43,7 @@ def register_general() -> None:
     register()
     from vllm_h3_quant.upstream import attention
 
-    attention.install_on_import(_decide_attention)
+    attention.install_on_import(_decide_attention, _quantized_attention)
     if os.environ.get("VLLM_H3_QUANT_REPORT"):
         from vllm_h3_quant.engine import load_session
 
@@ -73,9 +73,19 @@ def _cpu_asked() -> bool:
 
 
 def _decide_attention(layer: Any, od_config: Any) -> Any:
-    from vllm_h3_quant.engine.load_session import decide_attention
+    from vllm_h3_quant.attention.layers import decide_layer
+    from vllm_h3_quant.engine.load_session import prepare_without
 
-    return decide_attention(layer, od_config)
+    decision = decide_layer(layer, od_config)
+    if decision is not None:
+        prepare_without(od_config)
+    return decision
+
+
+def _quantized_attention(layer: Any, decision: Any) -> Any:
+    from vllm_h3_quant.attention.layers import quantized_attention
+
+    return quantized_attention(layer, decision)
 
 
 def _build(method: str, **options: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_h3_quant.engine.load_session import decide_attention
+from vllm_h3_quant.attention.layers import decide_layer, quantized_attention
 from vllm_h3_quant.upstream.attention import install
 
 
@@ -18,7 +18,7 @@ def build_layer() -> Iterator[Callable[..., Any]]:
     from vllm_omni.diffusion.config import set_current_diffusion_config
 
     before = Attention._init_kv_cache_quantization
-    install(decide_attention)
+    install(decide_layer, quantized_attention)
 
     def build(config: Any, prefix: str = "blocks.1.attn", **more: Any) -> Any:
         with set_current_diffusion_config(config):

@@ -11,11 +11,13 @@ import torch
 from engine_config import od_config
 from vllm_omni.quantization import build_quant_config
 
+from vllm_h3_quant.attention import layers
+from vllm_h3_quant.attention.decision import NOT_ASKED, SKIPPED, LayerFacts
+from vllm_h3_quant.attention.facts import layer_facts
 from vllm_h3_quant.attention.implementation import QuantizedAttention
-from vllm_h3_quant.attention.layers import NOT_ASKED, SKIPPED, check, obstacle
+from vllm_h3_quant.attention.layers import check, decision_of
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.plugin import register
-from vllm_h3_quant.upstream.attention import decision_of
 
 register()
 
@@ -61,8 +63,9 @@ def test_selected_layers_and_the_token_refiner_keep_the_engines(build_layer: Bui
     prefixes = [*(f"blocks.{index}.attn" for index in range(5)), REFINER, "vae.attn"]
     built = [build_layer(config, prefix) for prefix in prefixes]
     assert [kind_of(layer) for layer in built] == [None, "int8", None, None, "int8", None, None]
-    kept = [decision.kept if (decision := decision_of(layer)) else None for layer in built]
-    assert kept == [SKIPPED, "", SKIPPED, SKIPPED, "", NOT_ASKED, None]
+    reasons = [decision.reason if (decision := decision_of(layer)) else None for layer in built]
+    asked = "attention='int8'"
+    assert reasons == [SKIPPED, asked, SKIPPED, SKIPPED, asked, NOT_ASKED, None]
 
 
 def test_the_token_refiner_when_asked(build_layer: Build) -> None:
@@ -95,13 +98,20 @@ class TestEngineOption:
         )
         assert [kind_of(build_layer(config, f"blocks.{i}.attn")) for i in range(3)] == [None, "fp8", None]
 
-    @pytest.mark.parametrize("engines", ["int8", "float", "mxfp8"])
-    def test_both_may_not_differ(self, build_layer: Build, engines: str) -> None:
+    def test_both_may_not_differ(self, build_layer: Build) -> None:
         config = od_config(
-            build_quant_config({"method": "h3_fp8", "attention": "fp8"}), diffusion_kv_cache_dtype=engines
+            build_quant_config({"method": "h3_fp8", "attention": "fp8"}), diffusion_kv_cache_dtype="int8"
         )
-        with pytest.raises(H3QuantError, match=f"diffusion_kv_cache_dtype='{engines}' and attention='fp8'.*leave one"):
+        with pytest.raises(H3QuantError, match=r"diffusion_kv_cache_dtype='int8' and attention='fp8'.*leave one"):
             build_layer(config)
+
+    def test_elsewhere_it_is_the_engines(self, build_layer: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As on Ascend, whose kernels are upstream's: the layer and the check of the model stay out of it."""
+        monkeypatch.setattr(layers, "is_served_platform", lambda: False)
+        config = od_config(diffusion_kv_cache_dtype="fp8")
+        with pytest.raises(ValueError, match="does not support kv_cache_dtype='fp8'"):
+            build_layer(config)
+        check(config, torch.nn.Module())
 
     @pytest.mark.parametrize("model", ["WanPipeline", "QwenImagePipeline", None])
     def test_other_models_refuse_as_ever(self, build_layer: Build, model: str | None) -> None:
@@ -162,39 +172,42 @@ class Backend:
 
 def layer(backend: str = "FLASH_ATTN", options: dict[str, Any] | None = None, **changes: Any) -> Any:
     spec = None if options is None else SimpleNamespace(backend_kwargs=lambda: options)
-    plain = {"skip_sequence_parallel": False, "causal": False, "num_heads": 4, "num_kv_heads": 4, "head_size": 128}
+    plain = {"prefix": "blocks.1.attn", "skip_sequence_parallel": False, "causal": False, "num_heads": 4}
+    plain |= {"num_kv_heads": 4, "head_size": 128}
     return SimpleNamespace(**{**plain, **changes}, attn_backend=Backend(backend), attn_spec=spec)
 
 
-@pytest.mark.parametrize(
-    "fine", [layer(), layer("SDPA"), layer("TRTLLM_ATTN"), layer("CUDNN_ATTN", {}), layer(head_size=64)]
-)
-def test_no_obstacle(fine: Any) -> None:
-    assert obstacle(fine, od_config().parallel_config) is None
+def facts(layer: Any, parallel: dict[str, int] | None = None) -> LayerFacts:
+    found = layer_facts(layer, od_config(parallel=parallel or {}).parallel_config)
+    assert found is not None
+    return found
 
 
-@pytest.mark.parametrize(
-    ("kept", "says"),
-    [
-        (layer(causal=True), "causal"),
-        (layer(num_kv_heads=2), "4 query heads share 2"),
-        (layer(head_size=96), "head size 96, the kernels take 64 and 128"),
-        (layer("FASTVIDEO_VSA"), "FASTVIDEO_VSA"),
-        (layer("RAINFUSION_ATTN"), "RAINFUSION_ATTN"),
-        (layer("SAGE_ATTN"), "SAGE_ATTN"),
-        (layer("SAGE_ATTN_3"), "SAGE_ATTN_3"),
-        (layer("TRTLLM_ATTN", {"target_sparsity": 0.5}), "TRTLLM_ATTN with options"),
-    ],
-)
-def test_obstacles(kept: Any, says: str) -> None:
-    assert says in str(obstacle(kept, od_config().parallel_config))
+class TestFacts:
+    """What is read of a layer."""
 
+    @pytest.mark.parametrize(
+        ("prefix", "block"), [("blocks.0.attn", 0), ("blocks.49.attn", 49), ("token_refiner.blocks.1.attn", None)]
+    )
+    def test_place(self, prefix: str, block: int | None) -> None:
+        assert facts(layer(prefix=prefix)).block == block
 
-@pytest.mark.parametrize(("degree", "says"), [("ring_degree", "ring"), ("allgather_degree", "all-gather")])
-def test_parallelism_that_goes_around_the_implementation(degree: str, says: str) -> None:
-    parallel = od_config(parallel={degree: 2}).parallel_config
-    assert says in str(obstacle(layer(), parallel))
-    assert obstacle(layer(skip_sequence_parallel=True), parallel) is None
+    @pytest.mark.parametrize("prefix", ["vae.attn", "vae.blocks.0.attn", "blocks.0.attn.x", "blocks.attn", ""])
+    def test_places_that_are_not_asked_about(self, prefix: str) -> None:
+        assert layer_facts(layer(prefix=prefix), od_config().parallel_config) is None
+
+    def test_all_of_them(self) -> None:
+        assert facts(layer()) == LayerFacts(1, 4, 4, 128, causal=False, backend="FLASH_ATTN")
+        assert facts(layer("TRTLLM_ATTN", {"target_sparsity": 0.5}, num_kv_heads=2, causal=True)) == LayerFacts(
+            1, 4, 2, 128, causal=True, backend="TRTLLM_ATTN", backend_options=True
+        )
+        assert not facts(layer("CUDNN_ATTN", {})).backend_options
+
+    @pytest.mark.parametrize(("degree", "field"), [("ring_degree", "ring"), ("allgather_degree", "all_gather")])
+    def test_parallelism_that_goes_around_the_implementation(self, degree: str, field: str) -> None:
+        spread = facts(layer(), {degree: 2})
+        assert [name for name in ("ring", "all_gather") if getattr(spread, name)] == [field]
+        assert not getattr(facts(layer(skip_sequence_parallel=True), {degree: 2}), field)
 
 
 class TestCheck:
@@ -230,4 +243,4 @@ class TestCheck:
         check(config, model)
         decision = decision_of(model[0])
         assert decision is not None
-        assert "head size 32" in decision.kept
+        assert "head size 32" in decision.reason

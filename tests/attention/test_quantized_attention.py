@@ -31,7 +31,7 @@ class Stock:
 
 
 def implementation(kind: str = "int8", **more: Any) -> QuantizedAttention:
-    return QuantizedAttention(Stock(), kind=kind, kernel="reference", softmax_scale=SCALE, **more)
+    return QuantizedAttention(Stock(), kind=kind, softmax_scale=SCALE, **more)
 
 
 def metadata(*boundaries: int, **extra: Any) -> AttentionMetadata:

@@ -36,6 +36,38 @@ def test_a_good_model(tiny_h3: Path) -> None:
         assert said in result.output
 
 
+def uses(output: str, method: str) -> list[int]:
+    """Codes as they are, quantized at load, kept as values: by a method's row, for each component."""
+    rows = [line.split() for line in output.splitlines() if line.split()[:1] == [method]]
+    return [int(cell) for row in rows for cell in row[1:]]
+
+
+class TestReasons:
+    """What a method would take, and why the others stay: what a load of the same files reports."""
+
+    def test_of_the_model(self, tiny_h3: Path) -> None:
+        output = check(tiny_h3 / "FL2VA" / "transformer").output
+        assert uses(output, "h3_fp8") == uses(output, "h3_int8") == [0, 25, 6]
+        assert output.count("kept as values: ") == 3, "once, although both methods keep them"
+        assert "  kept as values: 2 fp32 in and out as the engine checks\n" in output
+
+    def test_of_the_checkpoint(self, tiny_h3: Path, tmp_path: Path) -> None:
+        output = check(write_format(tiny_h3, tmp_path / "h3", "modelopt_fp8_native") / "FL2VA" / "transformer").output
+        assert uses(output, "h3_fp8") == [13, 0, 18]
+        assert "  kept as values: 12 stored as values beside codes\n" in output
+
+    def test_of_the_curve(self, tiny_h3: Path, tmp_path: Path) -> None:
+        """Its AdaLN is served as it is, so that no method quantizes it."""
+        output = check(write_format(tiny_h3, tmp_path / "h3", "pruned_curve") / "FL2VA" / "transformer").output
+        assert sum(uses(output, "h3_fp8")[:2]) == 21
+        assert "  kept as values: 4 AdaLN of the curve's few inputs\n" in output
+
+    def test_of_the_text_encoder(self, tiny_h3: Path) -> None:
+        output = check(tiny_h3 / "FL2VA" / "text_encoder").output
+        assert uses(output, "h3_fp8") == [0, 8, 0]
+        assert "kept as values: " not in output
+
+
 def test_every_problem_is_listed(tiny_h3: Path, tmp_path: Path) -> None:
     root = write_format(tiny_h3, tmp_path / "h3", "modelopt_fp8_channel")
 

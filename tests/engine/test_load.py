@@ -174,11 +174,25 @@ def test_report(load_pipeline: Load, monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert written.method == "h3_fp8+h3_int8"
     assert (transformer.linears, transformer.quantized) == (31, 25)
     assert sum(transformer.kernels.values()) == 25
+    assert sum(transformer.kept.values()) == 6
+    assert all("fp32" in reason for reason in transformer.kept)
+    assert written.components["text_encoder"].kept == {}
     parameters = [
         p for m in pipeline.transformer.modules() if isinstance(m, LinearBase) for p in m.parameters(recurse=False)
     ]
     assert transformer.weight_bytes == sum(p.nbytes for p in parameters)
     assert "transformer: 25 of 31 linears quantized by" in caplog.text
+    assert "on this rank; as values: 2 fp32 in and out as the engine checks, 2 fp32: " in caplog.text
+
+
+def test_every_linear_that_stays_has_its_reason(load_pipeline: Load) -> None:
+    """Of the model alone: what was asked for, and what no method takes."""
+    keys = {"ignored_layers": ["blocks.0.mlp", "condition_proj"], "adaln": "host"}
+    part = survey(load_pipeline({"transformer": {"method": "h3_int8", **keys}}), None).components["transformer"]
+    entries = {"ignored_layers entry 'blocks.0.mlp'": 2, "ignored_layers entry 'condition_proj'": 1}
+    assert {reason: count for reason, count in part.kept.items() if "fp32" not in reason} == entries
+    assert part.quantized + part.hosted + sum(part.kept.values()) == part.linears
+    assert (part.quantized, part.hosted) == (18, 4)
 
 
 class TestAttention:

@@ -32,6 +32,12 @@ def test_several_kernels_are_counted() -> None:
     assert "by h3_fp8 (20 cublas, 5 cutlass)," in lines(report(cublas=20, cutlass=5))[0]
 
 
+def test_linears_that_stay_are_told_with_their_reasons() -> None:
+    part = report(cutlass=25).components["transformer"].model_copy(update={"kept": {"fp32 in and out": 4, "host": 2}})
+    said = lines(LoadReport(method="h3_fp8", components={"transformer": part}))
+    assert said[0].endswith("linear weights on this rank; as values: 4 fp32 in and out, 2 host")
+
+
 def test_nothing_quantized_names_no_method() -> None:
     assert lines(report()) == ["transformer: 0 of 31 linears quantized, 3.0 MiB of linear weights on this rank"]
 

@@ -369,7 +369,8 @@ class TestQuantizedSource:
             name for name in codes if name.endswith("_scale")
         }
         assert same(found["blocks.0.mlp.fc2.weight"], before["blocks.0.mlp.fc2.weight"])
-        assert "3 of 22 linears as fp8 codes, 3 of them those of the source" in done.notes[0]
+        assert "3 of 22 linears as fp8 codes, 3 of them those of the source; as values: " in done.notes[0]
+        assert "13 stored as values beside codes" in done.notes[0]
 
     def test_codes_of_another_method_are_decoded(
         self, own_model: Path, codes: State, run_export: Any, tmp_path: Path

@@ -16,7 +16,8 @@ from vllm_h3_quant.kernels.gemm import BACKENDS, BF16, FP16, FP32
 from vllm_h3_quant.kernels.gemm_library import scaled_gemm_reference
 from vllm_h3_quant.kernels.product import Product
 from vllm_h3_quant.kernels.quantize import quantize_rows_reference
-from vllm_h3_quant.methods.device import FORMATS, bind_engine_kernels, device_capability
+from vllm_h3_quant.methods.device import bind_engine_kernels, device_capability
+from vllm_h3_quant.methods.formats import FORMATS
 from vllm_h3_quant.testing.numeric import relative_l2
 
 # Name, K, N, and the tokens of a four-second clip; AdaLN runs on a few timestep rows.

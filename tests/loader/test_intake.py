@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
 from vllm_h3_quant.engine import report
+from vllm_h3_quant.engine.survey import survey
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.export.config import parse_request
 from vllm_h3_quant.export.run import export
@@ -21,6 +22,7 @@ from vllm_h3_quant.kernels.quantize import quantize_rows_reference
 from vllm_h3_quant.loader import intake
 from vllm_h3_quant.loader import stored as stored_module
 from vllm_h3_quant.loader.architecture import Architecture
+from vllm_h3_quant.loader.decided import ON_THE_CURVE, STORED_AS_VALUES
 from vllm_h3_quant.loader.header import read_header
 from vllm_h3_quant.loader.inspect import ENCODER_LAYERS
 from vllm_h3_quant.loader.reader import mapped
@@ -140,6 +142,9 @@ class TestCurve:
         assert torch.equal(pipeline.transformer.time_embedder(at), stored[[0, 512, 1024]])
         adaln = pipeline.transformer.blocks[0].adaln_proj.linear
         assert isinstance(adaln.quant_method, UnquantizedLinearMethod)
+        part = survey(pipeline, None).components["transformer"]
+        assert part.kept[ON_THE_CURVE] == 4
+        assert part.quantized == QUANTIZED - 4
 
     def test_width_is_that_of_the_engine(self, load_pipeline: Load, tiny_h3: Path, tmp_path: Path) -> None:
         root = write_format(tiny_h3, tmp_path / "h3", "pruned_curve")
@@ -176,6 +181,8 @@ def test_the_report_says_what_was_loaded(
         "transformer: ModelOpt FP8, 0.01 GiB: codes of 13 linears are used as they are, 0 are decoded and quantized"
         " again, 12 linears are values and stay so"
     )
+    assert written.components["transformer"].quantized == 13
+    assert written.components["transformer"].kept[STORED_AS_VALUES] == 12
 
 
 def test_a_load_tells_what_a_plan_notes(

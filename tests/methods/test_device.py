@@ -9,10 +9,9 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
 from vllm_h3_quant.config.schema import Method
-from vllm_h3_quant.engine.quant_config import MIN_CAPABILITY, build, check_upstream
+from vllm_h3_quant.engine.quant_config import build, check_upstream
 from vllm_h3_quant.errors import H3QuantError
-from vllm_h3_quant.kernels.gemm import BACKENDS, select
-from vllm_h3_quant.methods.device import FORMATS, backend_for
+from vllm_h3_quant.methods.device import backend_for, lowest_capability, serves
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +57,11 @@ def test_served(monkeypatch: pytest.MonkeyPatch, method: str, capability: tuple[
     assert build(method, where="test").get_name() == method
 
 
-@pytest.mark.parametrize("method", list(Method))
-def test_minimum_capability_is_that_of_the_table(method: Method) -> None:
-    lowest = min(b.capabilities[0] for b in BACKENDS if b.fmt is FORMATS[method] and b.capabilities)
-    assert MIN_CAPABILITY[method] == lowest[0] * 10 + lowest[1]
-    assert select(FORMATS[method], lowest)
+@pytest.mark.parametrize(("method", "lowest", "below"), [(Method.FP8, 89, (8, 8)), (Method.INT8, 80, (7, 9))])
+def test_minimum_capability_is_the_lowest_that_is_served(method: Method, lowest: int, below: tuple[int, int]) -> None:
+    assert lowest_capability(method) == lowest
+    assert serves(method, divmod(lowest, 10))
+    assert not serves(method, below)
 
 
 def test_other_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

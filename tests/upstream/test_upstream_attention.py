@@ -10,7 +10,7 @@ import torch
 
 from vllm_h3_quant.engine.quant_config import build, check_upstream
 from vllm_h3_quant.errors import H3QuantError
-from vllm_h3_quant.upstream.attention import MODEL_CLASSES, Decision, decision_of, install, layers
+from vllm_h3_quant.upstream.attention import MODEL_CLASSES, decision_of, install, layers
 
 
 @pytest.fixture(autouse=True)
@@ -20,11 +20,11 @@ def restore(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Attention, "_init_kv_cache_quantization", Attention._init_kv_cache_quantization)
 
 
-def layer(decide: Any, **config: Any) -> Any:
+def layer(decide: Any, carry_out: Any = lambda built, decision: None, **config: Any) -> Any:
     """An attention layer without its constructor, at the statement that is patched."""
     from vllm_omni.diffusion.attention.layer import Attention
 
-    install(decide)
+    install(decide, carry_out)
     built = Attention.__new__(Attention)
     torch.nn.Module.__init__(built)
     built.attention = SimpleNamespace(supports_kv_cache_dtype=lambda dtype, platform: False)
@@ -36,22 +36,29 @@ def layer(decide: Any, **config: Any) -> Any:
 
 def test_a_second_installation_replaces_the_first() -> None:
     asked: list[str] = []
-    install(lambda built, config: asked.append("first"))  # type: ignore[func-returns-value]
+    install(lambda built, config: asked.append("first"), lambda built, decision: None)
     layer(lambda built, config: asked.append("second"))
     assert asked == ["second"]
 
 
 def test_an_implementation_is_put_in_and_asked_for_its_dtypes() -> None:
     ours = SimpleNamespace(supports_kv_cache_dtype=lambda dtype, platform: dtype == "fp8")
-    decision = Decision(ours)
-    built = layer(lambda built, config: decision, diffusion_kv_cache_dtype="fp8")
+    decision = object()
+    carried_out: list[Any] = []
+
+    def carry_out(built: Any, decided: Any) -> Any:
+        carried_out.append(decided)
+        return ours
+
+    built = layer(lambda built, config: decision, carry_out, diffusion_kv_cache_dtype="fp8")
     assert built.attention is ours
     assert decision_of(built) is decision
+    assert carried_out == [decision]
     assert list(layers(torch.nn.ModuleDict({"attn": built}))) == [("attn", built)]
 
 
 def test_a_layer_that_is_kept_takes_the_dtype_of_the_others() -> None:
-    built = layer(lambda built, config: Decision(None, kept="a reason"), diffusion_kv_cache_dtype="fp8")
+    built = layer(lambda built, config: object(), diffusion_kv_cache_dtype="fp8")
     assert built._kv_cache_dtype == "fp8"
 
 

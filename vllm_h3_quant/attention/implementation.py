@@ -10,7 +10,7 @@ from vllm_omni.diffusion.attention.backends.abstract import AttentionImpl
 from vllm_h3_quant.attention.packed import refusal
 from vllm_h3_quant.kernels import attention as kernels
 from vllm_h3_quant.log import get_logger
-from vllm_h3_quant.upstream.attention import denoise_step
+from vllm_h3_quant.upstream.attention import denoise_step, says_float
 
 logger = get_logger(__name__)
 
@@ -25,7 +25,6 @@ class QuantizedAttention(AttentionImpl):
     Args:
         stock: the implementation that the engine chose. Its attributes are this object's too.
         kind: one of ``kernels.attention.KINDS``.
-        kernel: its backend's name on this device, for reports.
         softmax_scale: factor of the scores before the softmax.
         skipped_steps: denoising steps that keep ``stock``. With any, so does a call outside a step.
     """
@@ -35,13 +34,11 @@ class QuantizedAttention(AttentionImpl):
         stock: Any,
         *,
         kind: str,
-        kernel: str,
         softmax_scale: float,
         skipped_steps: frozenset[int] = frozenset(),
     ) -> None:
         self.stock = stock
         self.kind = kind
-        self.kernel = kernel
         self.softmax_scale = softmax_scale
         self.skipped_steps = skipped_steps
 
@@ -87,4 +84,4 @@ class QuantizedAttention(AttentionImpl):
 
     def _skips(self, metadata: Any) -> bool:
         """Whether this package's or the engine's selectors leave the running call out."""
-        return self.skips_step() or (metadata is not None and metadata.extra.get("kv_cache_dtype") == "float")
+        return self.skips_step() or says_float(metadata)

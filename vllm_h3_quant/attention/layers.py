@@ -1,94 +1,50 @@
-"""Which attention layers are replaced, and why the others are not."""
+"""Decides about the engine's attention layers as they are built, and carries it out."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from torch.nn import Module
 
+from vllm_h3_quant.attention.decision import AttentionDecision, decide
+from vllm_h3_quant.attention.facts import is_served_platform, layer_facts, this_device
 from vllm_h3_quant.attention.implementation import QuantizedAttention
 from vllm_h3_quant.attention.request import AttentionRequest, request_of
 from vllm_h3_quant.errors import H3QuantError
-from vllm_h3_quant.kernels.attention import HEAD_SIZES
-from vllm_h3_quant.upstream.attention import Decision, decision_of, layers
-
-_BLOCK = re.compile(r"blocks\.\d+\.attn")
-_TOKEN_REFINER = re.compile(r"token_refiner\.blocks\.\d+\.attn")
-
-DENSE_BACKENDS = (
-    "FLASH_ATTN",
-    "FLASH_ATTN_HUB",
-    "FLASH_ATTN_3_HUB",
-    "CUDNN_ATTN",
-    "FLASHINFER_ATTN",
-    "TRTLLM_ATTN",
-    "SDPA",
-)
-"""Backends of exact attention. Sparse and quantized ones are a choice of the user's, which stays."""
-
-SKIPPED = "skipped by selector"
-NOT_ASKED = "token refiner, not asked for"
-KEPT_BY_AUTO = "kept by auto"
+from vllm_h3_quant.upstream import attention as upstream
 
 
-def decide(layer: Any, od_config: Any) -> Decision | None:
-    """What becomes of one of MiniMax-H3's attention layers, at the end of its construction.
+def decide_layer(layer: Any, od_config: Any) -> AttentionDecision | None:
+    """What becomes of an attention layer at the end of its construction; None leaves it to the engine.
 
     Raises:
         H3QuantError: the request contradicts itself, the device cannot run it, or the engine's own option
             asks for what this layer cannot do.
     """
     request = request_of(od_config)
-    if request is None:
+    facts = layer_facts(layer, od_config.parallel_config)
+    if request is None or facts is None or not is_served_platform():
         return None
-    if _BLOCK.fullmatch(layer.prefix):
-        selected = SKIPPED if layer.layer_idx in request.skipped_blocks else None
-    elif _TOKEN_REFINER.fullmatch(layer.prefix):
-        selected = None if request.token_refiner else NOT_ASKED
-    else:
-        return None
-    why = request.choice.why
-    if selected is not None:
-        return Decision(None, kept=selected, why=why)
-    kind = request.choice.kind
-    if kind is None:
-        return Decision(None, kept=KEPT_BY_AUTO, why=why)
-    reason = obstacle(layer, od_config.parallel_config)
-    if reason is None:
-        implementation = QuantizedAttention(
-            layer.attention,
-            kind=kind,
-            kernel=request.choice.kernel,
-            softmax_scale=layer.softmax_scale,
-            skipped_steps=request.skipped_steps,
-        )
-        return Decision(implementation, why=why)
-    if request.by_engine_option:
-        raise H3QuantError(f"{request.source} cannot be served: {reason}; leave it out")
-    return Decision(None, kept=reason, why=why)
+    return decide(request, facts, this_device())
 
 
-def obstacle(layer: Any, parallel_config: Any) -> str | None:
-    """Why a layer keeps its implementation in every call, or None."""
-    if not layer.skip_sequence_parallel:
-        if parallel_config.ring_degree > 1:
-            return "ring parallelism"
-        if parallel_config.allgather_degree > 1:
-            return "all-gather parallelism"
-    if layer.causal:
-        return "causal attention"
-    if layer.num_kv_heads != layer.num_heads:
-        return f"{layer.num_heads} query heads share {layer.num_kv_heads} key heads"
-    if layer.head_size not in HEAD_SIZES:
-        return f"head size {layer.head_size}, the kernels take {' and '.join(map(str, HEAD_SIZES))}"
-    backend = layer.attn_backend.get_name()
-    if backend not in DENSE_BACKENDS:
-        return f"backend {backend}, which is not dense attention"
-    if layer.attn_spec is not None and layer.attn_spec.backend_kwargs():
-        return f"backend {backend} with options of its own"
-    return None
+def quantized_attention(layer: Any, decision: AttentionDecision) -> QuantizedAttention | None:
+    """What a decision puts around a layer's implementation; None to keep that."""
+    if decision.kind is None:
+        return None
+    return QuantizedAttention(
+        layer.attention,
+        kind=decision.kind,
+        softmax_scale=layer.softmax_scale,
+        skipped_steps=decision.skipped_steps,
+    )
+
+
+def decision_of(layer: Any) -> AttentionDecision | None:
+    """What was decided about a layer, or None where nothing was asked."""
+    decision: AttentionDecision | None = upstream.decision_of(layer)
+    return decision
 
 
 def check(od_config: Any, model: Module) -> None:
@@ -99,10 +55,11 @@ def check(od_config: Any, model: Module) -> None:
             one leaves no block.
     """
     request = request_of(od_config)
-    if request is None:
+    if request is None or not is_served_platform():
         return
-    found = [(layer, decision) for _, layer in layers(model) if (decision := decision_of(layer)) is not None]
-    blocks = {layer.layer_idx for layer, _ in found if _BLOCK.fullmatch(layer.prefix)}
+    decided = [layer for _, layer in upstream.layers(model) if decision_of(layer) is not None]
+    found = [facts.block for layer in decided if (facts := layer_facts(layer, od_config.parallel_config))]
+    blocks = {block for block in found if block is not None}
     if not blocks:
         raise H3QuantError(f"{request.source} reached no attention layer of this model")
     _check_names(request, blocks)
@@ -110,7 +67,7 @@ def check(od_config: Any, model: Module) -> None:
         raise H3QuantError(f"{request.source}: the selectors skip all of blocks 0-{max(blocks)}; leave some of them in")
 
 
-def _check_names(request: AttentionRequest, blocks: Iterable[int]) -> None:
+def _check_names(request: AttentionRequest, blocks: Collection[int]) -> None:
     absent = sorted(request.named_blocks - set(blocks))
     if absent:
         raise H3QuantError(

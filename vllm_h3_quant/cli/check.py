@@ -86,17 +86,12 @@ def _describe(console: Console, label: str, plan: Plan) -> None:
     table = Table(box=None, padding=(0, 2))
     for column in ("  method", "codes as they are", "quantized at load", "kept as values"):
         table.add_column(column, justify="left" if column == "  method" else "right")
-    for use in uses(plan, _quantizable(plan)):
-        table.add_row(f"  {use.method}", str(use.as_they_are), str(use.quantized), str(use.kept))
+    found_uses = uses(plan)
+    for use in found_uses:
+        table.add_row(f"  {use.method}", str(use.as_they_are), str(use.quantized), str(sum(use.kept.values())))
     console.print(table)
-
-
-def _quantizable(plan: Plan) -> frozenset[str]:
-    """Linears of a component that methods quantize by default."""
-    from vllm_h3_quant.methods.scope import TEXT_ENCODER, role_of
-
-    prefix = "" if plan.architecture else f"{TEXT_ENCODER}."
-    return frozenset(name for name in plan.linears if (role := role_of(prefix + name)) and role.quantized)
+    for count, reason in dict.fromkeys((count, reason) for use in found_uses for reason, count in use.kept.items()):
+        console.print(f"  kept as values: {count} {reason}", highlight=False)
 
 
 def _compare(console: Console, plan: Plan, against: Path | None, every: int) -> bool:

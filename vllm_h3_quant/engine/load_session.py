@@ -13,6 +13,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm_h3_quant.attention import layers as attention
 from vllm_h3_quant.blocks.edges import wants_fusion
 from vllm_h3_quant.blocks.forward import forward
+from vllm_h3_quant.config.components import TEXT_ENCODER, TRANSFORMER
 from vllm_h3_quant.dlo import host_memory
 from vllm_h3_quant.dlo.device import Device
 from vllm_h3_quant.dlo.hosting import host_projections
@@ -24,9 +25,9 @@ from vllm_h3_quant.log import get_logger
 from vllm_h3_quant.methods.base import H3LinearMethod
 from vllm_h3_quant.methods.hosted import HostedLinearMethod
 from vllm_h3_quant.methods.lora import refuse_merging_backend
-from vllm_h3_quant.methods.scope import TEXT_ENCODER, TRANSFORMER, without_match
+from vllm_h3_quant.methods.record import decision_of, record
+from vllm_h3_quant.methods.scope import decide_unasked, without_match
 from vllm_h3_quant.upstream import dit_block, weight_source
-from vllm_h3_quant.upstream.attention import Decision
 from vllm_h3_quant.upstream.attention import install as install_attention
 from vllm_h3_quant.upstream.lora import keep_on_device
 from vllm_h3_quant.upstream.model_loader import around_load_weights
@@ -62,16 +63,14 @@ def prepare(configs: Iterable[AskedConfig]) -> None:
 
 def install() -> None:
     """Put this package's attention and blocks into models of MiniMax-H3 that are built from now on."""
-    install_attention(decide_attention)
+    install_attention(attention.decide_layer, attention.quantized_attention)
     dit_block.install(wants_fusion, forward)
 
 
-def decide_attention(layer: Any, od_config: Any) -> Decision | None:
-    """What becomes of an attention layer; checks and report are put around the load where nothing else did."""
-    decision = attention.decide(layer, od_config)
-    if decision is not None and not _holds_ours(od_config):
+def prepare_without(od_config: Any) -> None:
+    """:func:`prepare` for an engine without a configuration of this package; one with has been prepared by that."""
+    if not _holds_ours(od_config):
         prepare([])
-    return decision
 
 
 def before_load(configs: Sequence[AskedConfig], loader: Any, model: Module) -> None:
@@ -93,6 +92,7 @@ def before_load(configs: Sequence[AskedConfig], loader: Any, model: Module) -> N
             _check_reached(config)
             _check_entries(config)
     attention.check(od_config, model)
+    _record_unasked(model)
     intake.take_in(loader, model)
     for layer in _quantized(model):
         layer.quant_method.watch_bias(layer)
@@ -136,6 +136,16 @@ def _holds_ours(od_config: Any) -> bool:
     by_component = getattr(held, "component_configs", {})
     default = getattr(held, "default_config", None)
     return any(isinstance(config, AskedConfig) for config in (held, *by_component.values(), default))
+
+
+def _record_unasked(model: Module) -> None:
+    """Put down about each linear of a component with a configuration of ours what becomes of it."""
+    for component in model.children():
+        linears = [module for module in component.modules() if isinstance(module, LinearBase)]
+        if any(decision_of(layer) is not None for layer in linears):
+            for layer in linears:
+                if decision_of(layer) is None:
+                    record(layer, decide_unasked(layer.prefix))
 
 
 def _quantized(model: Module) -> list[Any]:

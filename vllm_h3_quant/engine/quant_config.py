@@ -10,7 +10,8 @@ import torch
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 
-from vllm_h3_quant.attention.device import choice_for
+from vllm_h3_quant.attention.decision import on_device
+from vllm_h3_quant.attention.facts import this_device
 from vllm_h3_quant.config import names
 from vllm_h3_quant.config.components import read_method
 from vllm_h3_quant.config.schema import NO_ATTENTION, H3QuantOptions, Method
@@ -18,11 +19,12 @@ from vllm_h3_quant.engine import load_session
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.log import get_logger
 from vllm_h3_quant.methods.base import H3LinearMethod
-from vllm_h3_quant.methods.device import backend_for
+from vllm_h3_quant.methods.device import backend_for, lowest_capability
 from vllm_h3_quant.methods.fp8 import H3Fp8LinearMethod
 from vllm_h3_quant.methods.hosted import HostedLinearMethod
 from vllm_h3_quant.methods.int8 import H3Int8LinearMethod
-from vllm_h3_quant.methods.scope import hosts, matches, quantizes, role_of
+from vllm_h3_quant.methods.record import record
+from vllm_h3_quant.methods.scope import Storage, decide
 from vllm_h3_quant.upstream import (
     adaln,
     attention,
@@ -45,7 +47,6 @@ LINEAR_METHODS: dict[Method, type[H3LinearMethod]] = {
     Method.FP8: H3Fp8LinearMethod,
     Method.INT8: H3Int8LinearMethod,
 }
-MIN_CAPABILITY: dict[Method, int] = {Method.FP8: 89, Method.INT8: 80}
 
 
 class H3QuantConfig(QuantizationConfig):
@@ -86,7 +87,7 @@ class H3QuantConfig(QuantizationConfig):
         return [torch.bfloat16]
 
     def get_min_capability(self) -> int:
-        return MIN_CAPABILITY[self.options.method]
+        return lowest_capability(self.options.method)
 
     @staticmethod
     def get_config_filenames() -> list[str]:
@@ -104,21 +105,25 @@ class H3QuantConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of a linear; ``UnquantizedLinearMethod`` where it stays as it is.
 
+        What was decided stands on the layer (:mod:`~vllm_h3_quant.methods.record`).
+
         Raises:
             H3QuantError: the name is not one of MiniMax-H3's linears.
         """
         if not isinstance(layer, LinearBase):
             return None
-        if role_of(prefix) is None:
+        decision = decide(self.options, prefix)
+        if decision.role is None:
             raise H3QuantError(
                 f"{self.where}: {self.get_name()} serves MiniMax-H3 only and does not know the linear {prefix!r};"
                 " use the engine's own fp8 or int8 for other models"
             )
         self.seen.append(prefix)
-        self.matched |= {entry for entry in self.options.ignored_layers if matches(prefix, entry)}
-        if hosts(self.options, prefix):
+        self.matched.update(decision.entries)
+        record(layer, decision)
+        if decision.storage is Storage.HOST:
             return HostedLinearMethod(prefix, rank_store())
-        if not quantizes(self.options, prefix):
+        if decision.storage is Storage.VALUES:
             return UnquantizedLinearMethod()
         return LINEAR_METHODS[self.options.method](self.options, prefix)
 
@@ -169,7 +174,7 @@ def check_upstream() -> None:
 
 def _check_attention(options: H3QuantOptions, where: str) -> None:
     try:
-        choice_for(options.attention, options.method)
+        on_device(options.attention, options.method, this_device())
     except H3QuantError as error:
         raise H3QuantError(f"{where}: {error}") from None
 

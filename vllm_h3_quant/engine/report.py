@@ -54,6 +54,7 @@ class ComponentReport(BaseModel):
         linears: vLLM linears in the component.
         quantized: those that hold 8-bit codes.
         kernels: quantized linears by GEMM backend.
+        kept: linears that stay values although a method was asked for, by reason.
         weight_bytes: bytes of all linears' parameters: weights, scales and biases.
         hosted: linears whose weights stay in host memory.
         hosted_bytes: bytes of those weights, which are none of ``weight_bytes``.
@@ -70,6 +71,7 @@ class ComponentReport(BaseModel):
     weight_bytes: int
     hosted: int = 0
     hosted_bytes: int = 0
+    kept: dict[str, int] = {}
     attention: AttentionReport = AttentionReport()
     fusion: EdgeReport = EdgeReport()
     checkpoint: str = ""
@@ -93,6 +95,7 @@ def lines(report: LoadReport) -> list[str]:
             + (f" by {report.method} ({_kernels(part.kernels)})" if part.quantized else "")
             + f", {part.weight_bytes / 2**20:.1f} MiB of linear weights on this rank"
             + (f", {part.hosted_bytes / 2**20:.1f} MiB of {part.hosted} in host memory" if part.hosted else "")
+            + (f"; as values: {_counted(part.kept)}" if part.kept else "")
         )
         if part.attention.quantized or part.attention.kept:
             said.append(f"{name}: {_attention(part.attention)}")
@@ -102,24 +105,27 @@ def lines(report: LoadReport) -> list[str]:
 
 
 def _attention(part: AttentionReport) -> str:
-    kept = ", ".join(f"{count} {reason}" for reason, count in part.kept.items())
     return (
         f"{part.quantized} of {part.layers} attention layers in 8 bits"
         + (f" ({_kernels(part.kernels)})" if part.quantized else "")
         + (f", auto: {part.why}" if part.why else "")
-        + (f"; the engine's: {kept}" if kept else "")
+        + (f"; the engine's: {_counted(part.kept)}" if part.kept else "")
     )
 
 
 def _fusion(part: EdgeReport) -> str:
-    kept = ", ".join(f"{count} {reason}" for reason, count in part.kept.items())
-    return f"{part.fused} of {part.edges} edges of the blocks fused" + (f"; as values: {kept}" if kept else "")
+    kept = f"; as values: {_counted(part.kept)}" if part.kept else ""
+    return f"{part.fused} of {part.edges} edges of the blocks fused{kept}"
 
 
 def _kernels(kernels: dict[str, int]) -> str:
     if len(kernels) == 1:
         return next(iter(kernels))
-    return ", ".join(f"{count} {kernel}" for kernel, count in kernels.items())
+    return _counted(kernels)
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {what}" for what, count in counts.items())
 
 
 def write_if_asked(report: LoadReport) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 from torch.nn import Module
 from vllm.model_executor.layers.linear import LinearBase
 
-from vllm_h3_quant.attention.implementation import QuantizedAttention
+from vllm_h3_quant.attention import layers as attention_layers
 from vllm_h3_quant.blocks.edges import Edge, obstacles, wants_fusion
 from vllm_h3_quant.engine.report import AttentionReport, ComponentReport, EdgeReport, LoadReport
-from vllm_h3_quant.methods.base import H3LinearMethod
-from vllm_h3_quant.methods.hosted import HostedLinearMethod
+from vllm_h3_quant.methods.record import decision_of
+from vllm_h3_quant.methods.scope import Storage
 from vllm_h3_quant.upstream import dit_block
-from vllm_h3_quant.upstream.attention import decision_of, layers
+from vllm_h3_quant.upstream.attention import layers
 
 
 def survey(model: Module, method: str | None, checkpoints: Mapping[str, str] | None = None) -> LoadReport:
@@ -48,15 +48,17 @@ def _by_component(named: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
 
 
 def _component(linears: list[LinearBase], attention: list[Any], blocks: list[Any]) -> ComponentReport:
-    hosted = [layer for layer in linears if isinstance(layer.quant_method, HostedLinearMethod)]
-    methods = [layer.quant_method for layer in linears if isinstance(layer.quant_method, H3LinearMethod)]
+    decided = [(layer, decision) for layer in linears if (decision := decision_of(layer)) is not None]
+    of = {storage: [layer for layer, decision in decided if decision.storage is storage] for storage in Storage}
+    hosted = of[Storage.HOST]
     return ComponentReport(
         linears=len(linears),
-        quantized=len(methods),
-        kernels=dict(Counter(method.backend.name for method in methods)),
+        quantized=len(of[Storage.CODES]),
+        kernels=dict(Counter(layer.quant_method.backend.name for layer in of[Storage.CODES])),
         weight_bytes=sum(p.numel() * p.element_size() for layer in linears for p in layer.parameters(recurse=False)),
         hosted=len(hosted),
         hosted_bytes=sum(layer.weight.numel() * layer.weight.element_size() for layer in hosted),
+        kept=dict(Counter(decision.reason for _, decision in decided if decision.storage is Storage.VALUES)),
         attention=_attention(attention),
         fusion=_fusion([obstacles(block) for block in blocks if wants_fusion(block)]),
     )
@@ -72,12 +74,12 @@ def _fusion(blocks: list[dict[Edge, str | None]]) -> EdgeReport:
 
 
 def _attention(layers: list[Any]) -> AttentionReport:
-    ours = [layer.attention for layer in layers if isinstance(layer.attention, QuantizedAttention)]
-    decisions = [decision for layer in layers if (decision := decision_of(layer)) is not None]
+    decisions = [decision for layer in layers if (decision := attention_layers.decision_of(layer)) is not None]
+    served = [decision for decision in decisions if decision.kind is not None]
     return AttentionReport(
         layers=len(layers),
-        quantized=len(ours),
-        kernels=dict(Counter(implementation.kernel for implementation in ours)),
-        kept=dict(Counter(decision.kept for decision in decisions if decision.kept)),
+        quantized=len(served),
+        kernels=dict(Counter(decision.kernel for decision in served)),
+        kept=dict(Counter(decision.reason for decision in decisions if decision.kind is None)),
         why=next((decision.why for decision in decisions), ""),
     )

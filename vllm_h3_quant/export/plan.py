@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -23,9 +23,9 @@ from vllm_h3_quant.export.source import Source
 from vllm_h3_quant.kernels.formats import CodeFormat
 from vllm_h3_quant.loader.checkpoint import read_json
 from vllm_h3_quant.loader.coding import Values
+from vllm_h3_quant.loader.decided import decided
 from vllm_h3_quant.loader.formats import EXPORT_FORMAT
 from vllm_h3_quant.loader.header import Entry
-from vllm_h3_quant.loader.inspect import METHODS
 from vllm_h3_quant.loader.manifest import MANIFEST, VERSION
 from vllm_h3_quant.loader.naming import SCALE, WEIGHT, encoder_layer
 from vllm_h3_quant.loader.place import CONFIG, MODEL_INDEX
@@ -33,8 +33,9 @@ from vllm_h3_quant.loader.plan import Plan
 from vllm_h3_quant.loader.scales import LINEAR_KEY
 from vllm_h3_quant.loader.shards import TensorSpec, header_bytes, in_order
 from vllm_h3_quant.loader.stored import StoredLinear
+from vllm_h3_quant.methods.formats import FORMATS
 from vllm_h3_quant.methods.rotation import rotation_for
-from vllm_h3_quant.methods.scope import quantizes, role_of
+from vllm_h3_quant.methods.scope import Storage, asked_name, decide
 
 INDEX = "model.safetensors.index.json"
 PROGRESS = "progress.json"
@@ -163,7 +164,7 @@ def plan_export(source: Source, request: Request, encoder_layers: int) -> Export
             for component, plan in planned.values()
             if component in given.components
             for name in (asked_name(component, name) for name in plan.linears)
-            if (role := role_of(name)) and role.quantized
+            if (role := decide(given.options, name).role) and role.quantized
         ]
         if not names:
             raise H3QuantError(f"{given.where}: {source.root} has no {' or '.join(given.components)} to quantize")
@@ -175,7 +176,7 @@ def plan_export(source: Source, request: Request, encoder_layers: int) -> Export
         options = request.options(component)
         assert options is not None
         # The engine reads a component without a quantized linear by itself, so it has to stay as it was.
-        if any(quantizes(options, asked_name(component, name)) for name in plan.linears):
+        if any(decide(options, asked_name(component, name)).storage is Storage.CODES for name in plan.linears):
             exported.add(folder)
             _add_component(export, folder, component, plan, options, versions)
     if not exported:
@@ -195,20 +196,16 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def asked_name(component: str, name: str) -> str:
-    """The name by which the engine asks for a linear's method, from the one in a plan."""
-    return f"{TEXT_ENCODER}.{name}" if component == TEXT_ENCODER else name
-
-
 def _add_component(
     export: ExportPlan, folder: str, component: str, plan: Plan, options: H3QuantOptions, versions: str
 ) -> None:
-    fmt = METHODS[options.method.value]
+    fmt = FORMATS[options.method]
+    decisions = decided(options, component, plan)
     linears: dict[int, dict[str, LinearFile]] = defaultdict(dict)
     plain: dict[int, dict[str, Entry]] = defaultdict(dict)
     for name, stored in plan.linears.items():
         module = name.replace("text_model.", "model.language_model.", 1) if component == TEXT_ENCODER else name
-        coded = quantizes(options, asked_name(component, name)) and name not in plan.kept
+        coded = decisions[name].storage is Storage.CODES
         rotation = rotation_for(options, stored.shape[1]) if coded else 0
         linear = LinearFile(module, stored, fmt if coded else None, rotation)
         linears[_layer(component, module)][linear.weight.name] = linear
@@ -236,9 +233,11 @@ def _add_component(
     export.indexes[f"{folder}/{INDEX}"] = _index(shards)
     every = [linear for found in linears.values() for linear in found.values()]
     ready, codes = sum(linear.ready for linear in every), sum(linear.fmt is not None for linear in every)
+    kept = Counter(decision.reason for decision in decisions.values() if decision.storage is not Storage.CODES)
     export.notes.append(
         f"{folder}: {plan.detection.name}, {codes} of {len(every)} linears as {fmt.name} codes"
         + (f", {ready} of them those of the source" if ready else "")
+        + (f"; as values: {', '.join(f'{count} {reason}' for reason, count in kept.items())}" if kept else "")
     )
 
 

@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_h3_quant.config.components import TEXT_ENCODER, TRANSFORMER
+from vllm_h3_quant.config.schema import Method, parse
 from vllm_h3_quant.errors import H3QuantError
-from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
+from vllm_h3_quant.kernels.formats import FP8
 from vllm_h3_quant.loader import naming
 from vllm_h3_quant.loader.architecture import Architecture
 from vllm_h3_quant.loader.checkpoint import open_checkpoint, read_json
+from vllm_h3_quant.loader.decided import decided
 from vllm_h3_quant.loader.place import PARTITIONS, nearest_model, wrong_place
 from vllm_h3_quant.loader.plan import Plan, plan_text_encoder, plan_transformer
+from vllm_h3_quant.methods.formats import FORMATS
+from vllm_h3_quant.methods.scope import Storage
 
 ENCODER_LAYERS = 50
 """Decoder layers of Qwen3-VL that vLLM-Omni 0.30 reads for MiniMax-H3."""
-
-METHODS: dict[str, CodeFormat] = {"h3_fp8": FP8, "h3_int8": INT8}
 
 
 @dataclass(frozen=True)
@@ -29,13 +31,13 @@ class Use:
         method: its name.
         as_they_are: linears whose codes it uses.
         quantized: linears whose values it quantizes, decoded first where they are codes of another kind.
-        kept: linears that stay values.
+        kept: linears that stay values, by reason.
     """
 
     method: str
     as_they_are: int
     quantized: int
-    kept: int
+    kept: dict[str, int]
 
 
 def find_components(path: Path) -> dict[str, Path]:
@@ -77,19 +79,17 @@ def plan_component(place: Path) -> Plan:
     return plan_transformer(checkpoint)
 
 
-def uses(plan: Plan, quantizable: frozenset[str]) -> list[Use]:
-    """How each method would load a component without problems.
-
-    Args:
-        plan: of the component.
-        quantizable: names of the linears that a method may quantize.
-    """
+def uses(plan: Plan) -> list[Use]:
+    """How each method by itself would load a component without problems."""
+    component = TEXT_ENCODER if plan.architecture is None else TRANSFORMER
     found = []
-    kept = plan.kept & quantizable
-    for method, fmt in METHODS.items():
-        candidates = [linear for name, linear in plan.linears.items() if name in quantizable - kept]
-        ready = sum(linear.has_codes(fmt) and (fmt is FP8 or linear.rotation > 0) for linear in candidates)
-        found.append(Use(method, ready, len(candidates) - ready, len(kept)))
+    for method in Method:
+        fmt = FORMATS[method]
+        decisions = decided(parse(method.value, where=method.value), component, plan)
+        codes = [plan.linears[name] for name, decision in decisions.items() if decision.storage is Storage.CODES]
+        kept = Counter(decision.reason for decision in decisions.values() if decision.storage is not Storage.CODES)
+        ready = sum(linear.has_codes(fmt) and (fmt is FP8 or linear.rotation > 0) for linear in codes)
+        found.append(Use(method.value, ready, len(codes) - ready, dict(kept)))
     return found
 
 

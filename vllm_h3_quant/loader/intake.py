@@ -17,6 +17,7 @@ from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.architecture import Architecture
 from vllm_h3_quant.loader.checkpoint import open_checkpoint
 from vllm_h3_quant.loader.curve import curve_shape, refuse_unverified
+from vllm_h3_quant.loader.decided import STORED_AS_VALUES, with_checkpoint
 from vllm_h3_quant.loader.formats import Kind
 from vllm_h3_quant.loader.header import Entry
 from vllm_h3_quant.loader.manifest import digests_of, root_of
@@ -27,7 +28,8 @@ from vllm_h3_quant.loader.staging import release
 from vllm_h3_quant.loader.stream import encoder_stream, transformer_stream
 from vllm_h3_quant.log import get_logger
 from vllm_h3_quant.methods.base import H3LinearMethod
-from vllm_h3_quant.methods.scope import TEXT_ENCODER, role_of
+from vllm_h3_quant.methods.record import decision_of, record
+from vllm_h3_quant.methods.scope import TEXT_ENCODER, Storage
 from vllm_h3_quant.upstream import weight_source
 from vllm_h3_quant.upstream.curve import serve_curve
 
@@ -73,9 +75,7 @@ class Component:
         for name in self.taken:
             if name not in self.plan.linears:
                 raise H3QuantError(f"{self.plan.checkpoint.place}: lacks the weight of {name!r}; copy all its files")
-        for name in self.taken.keys() & self.plan.kept:
-            self._withdraw(name)
-            self.kept += 1
+        self._withdraw()
         for name, layer in self.taken.items():
             source = self.plan.linears[name]
             self.as_they_are += layer.quant_method.take_from(layer, source)
@@ -109,9 +109,15 @@ class Component:
             f" again, {self.kept} linears are values and stay so"
         )
 
-    def _withdraw(self, name: str) -> None:
-        layer = self.taken.pop(name)
-        layer.quant_method.withdraw(layer)
+    def _withdraw(self) -> None:
+        """Leave linears to the engine that the checkpoint keeps from codes, and put down why."""
+        asked = {name: decision for name, layer in self.taken.items() if (decision := decision_of(layer))}
+        for name, decision in with_checkpoint(asked, self.plan).items():
+            if decision.storage is not Storage.CODES:
+                layer = self.taken.pop(name)
+                layer.quant_method.withdraw(layer)
+                record(layer, decision)
+                self.kept += decision.reason == STORED_AS_VALUES
 
     def _check_export(self) -> None:
         plan = self.plan
@@ -142,8 +148,6 @@ class Component:
             return
         refuse_unverified(self.plan, self.options.allow_unverified_curve)
         serve_curve(self.module, *curve_shape(self.plan))
-        for name in [name for name in self.taken if (role := role_of(name)) and role.adaln]:
-            self._withdraw(name)  # eight inputs: nothing to gain from codes
 
     def _arrive(self, entry: Entry) -> None:
         if self.options.verify:

@@ -9,12 +9,10 @@ from vllm.platforms import current_platform
 from vllm_h3_quant.config.schema import Method
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.backend import Capability, NoBackend
-from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
-from vllm_h3_quant.kernels.gemm import Backend, select
+from vllm_h3_quant.kernels.gemm import BACKENDS, Backend, select
 from vllm_h3_quant.kernels.gemm_library import bind_vllm_cutlass
+from vllm_h3_quant.methods.formats import FORMATS
 from vllm_h3_quant.upstream.scaled_mm import cutlass_scaled_mm
-
-FORMATS: dict[Method, CodeFormat] = {Method.FP8: FP8, Method.INT8: INT8}
 
 
 def device_capability() -> Capability | None:
@@ -38,6 +36,18 @@ def device_name() -> str:
     return str(current_platform.get_device_name())
 
 
+def told(name: str, capability: Capability | None) -> str:
+    """A device for messages: its name, and its compute capability where it has one."""
+    return name if capability is None else f"{name} (sm_{capability[0]}{capability[1]})"
+
+
+def lowest_capability(method: Method) -> int:
+    """The lowest compute capability that serves ``method``, such as 89 for sm_89."""
+    fmt = FORMATS[method]
+    major, minor = min(backend.capabilities[0] for backend in BACKENDS if backend.fmt is fmt and backend.capabilities)
+    return 10 * major + minor
+
+
 def bind_engine_kernels() -> None:
     """Hand vLLM's kernels to the table of products, which goes without them before. Call before the first product."""
     bind_vllm_cutlass(cutlass_scaled_mm())
@@ -57,10 +67,11 @@ def backend_for(method: Method, *, biased: bool = False) -> Backend:
     try:
         return select(FORMATS[method], capability, biased=biased)
     except NoBackend as error:
-        sm = "" if capability is None else f" (sm_{capability[0]}{capability[1]})"
         others = [other.value for other in Method if other is not method and serves(other, capability)]
         instead = f"use {others[0]} instead" if others else "no method of this package runs on it"
-        raise H3QuantError(f"{method.value} cannot run on {device_name()}{sm}: {error}; {instead}") from None
+        raise H3QuantError(
+            f"{method.value} cannot run on {told(device_name(), capability)}: {error}; {instead}"
+        ) from None
 
 
 def serves(method: Method, capability: Capability | None) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from vllm_h3_quant.kernels.formats import FP8
+from vllm_h3_quant.config.schema import Method
 from vllm_h3_quant.methods.base import H3LinearMethod
+from vllm_h3_quant.methods.formats import FORMATS
 
 
 class H3Fp8LinearMethod(H3LinearMethod):
     """FP8 linear. e4m3 keeps its relative precision over four decades, so no rotation is needed."""
 
-    fmt = FP8
+    fmt = FORMATS[Method.FP8]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from vllm_h3_quant.kernels.formats import INT8
+from vllm_h3_quant.config.schema import Method
 from vllm_h3_quant.log import get_logger
 from vllm_h3_quant.methods.base import H3LinearMethod
+from vllm_h3_quant.methods.formats import FORMATS
 from vllm_h3_quant.methods.rotation import rotation_for
 
 logger = get_logger(__name__)
@@ -15,7 +16,7 @@ class H3Int8LinearMethod(H3LinearMethod):
     precision; a group-wise Hadamard rotation of the input dimension spreads it first.
     """
 
-    fmt = INT8
+    fmt = FORMATS[Method.INT8]
 
     def choose_rotation(self, input_size: int) -> int:
         wanted = self.options.rotation

@@ -14,10 +14,19 @@ import fnmatch
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from vllm_h3_quant.config.components import TEXT_ENCODER, TRANSFORMER
 from vllm_h3_quant.config.schema import H3QuantOptions
 from vllm_h3_quant.errors import nearest
+
+
+class Storage(str, Enum):
+    """What becomes of a linear's weight."""
+
+    CODES = "codes"
+    HOST = "host"
+    VALUES = "values"
 
 
 @dataclass(frozen=True)
@@ -57,7 +66,7 @@ ROLES: tuple[Role, ...] = (
         False,
         "the VSA gate is zero until an adapter assigns it, and zero weights carry no scale",
     ),
-    Role(TRANSFORMER, r"(video|audio)_patch_proj", False, "fp32 in and out; the engine checks the dtype"),
+    Role(TRANSFORMER, r"(video|audio)_patch_proj", False, "fp32 in and out as the engine checks"),
     Role(TRANSFORMER, r"time_embedder\.(proj_in|proj_out)", False, "fp32: timesteps differ in the last digits"),
     Role(TRANSFORMER, r"final_layer\.(video_out|audio_out)", False, "fp32: its rounding lands in the latents"),
     Role(
@@ -94,23 +103,58 @@ def matches(name: str, entry: str) -> bool:
     return any(fnmatch.fnmatchcase(candidate, entry) for candidate in parents(name))
 
 
-def quantizes(options: H3QuantOptions, name: str) -> bool:
-    """Whether ``options`` make codes of the linear ``name``; False for a name of no role."""
-    role = role_of(name)
-    if role is None or not role.quantized or (role.adaln and options.adaln != "quantize"):
-        return False
-    return not any(matches(name, entry) for entry in options.ignored_layers)
+UNKNOWN = "no linear of MiniMax-H3"
+NOT_ASKED = "built by the engine without a method"
 
 
-def hosts(options: H3QuantOptions, name: str) -> bool:
-    """Whether ``options`` keep the weight of the linear ``name`` in host memory."""
+@dataclass(frozen=True)
+class LinearDecision:
+    """What becomes of one linear.
+
+    Attributes:
+        storage: 8-bit codes; values in host memory; or values as the engine keeps them.
+        reason: why, one line.
+        role: its kind; None for a name that is not one of MiniMax-H3's.
+        entries: those of ``ignored_layers`` that match its name.
+    """
+
+    storage: Storage
+    reason: str
+    role: Role | None = None
+    entries: tuple[str, ...] = ()
+
+
+def decide(options: H3QuantOptions, name: str) -> LinearDecision:
+    """What ``options`` make of the linear that the engine calls ``name``.
+
+    An entry of ``ignored_layers`` counts before the ``adaln`` key.
+    """
     role = role_of(name)
-    return (
-        options.adaln == "host"
-        and role is not None
-        and role.adaln
-        and not any(matches(name, entry) for entry in options.ignored_layers)
-    )
+    if role is None:
+        return LinearDecision(Storage.VALUES, UNKNOWN)
+    entries = tuple(entry for entry in options.ignored_layers if matches(name, entry))
+    storage, reason = Storage.CODES, role.reason
+    if not role.quantized:
+        storage = Storage.VALUES
+    elif entries:
+        storage, reason = Storage.VALUES, f"ignored_layers entry {entries[0]!r}"
+    elif role.adaln and options.adaln != "quantize":
+        storage = Storage.HOST if options.adaln == "host" else Storage.VALUES
+        reason = f"adaln: {options.adaln}"
+    return LinearDecision(storage, reason, role, entries)
+
+
+def decide_unasked(name: str) -> LinearDecision:
+    """What becomes of the linear ``name``, which the engine builds without asking for a method: the fp32 ones."""
+    role = role_of(name)
+    if role is None:
+        return LinearDecision(Storage.VALUES, UNKNOWN)
+    return LinearDecision(Storage.VALUES, NOT_ASKED if role.quantized else role.reason, role)
+
+
+def asked_name(component: str, name: str) -> str:
+    """The name by which the engine asks for a linear's method, from the one inside its component."""
+    return f"{TEXT_ENCODER}.{name}" if component == TEXT_ENCODER else name
 
 
 def without_match(entry: str, names: Sequence[str]) -> str:

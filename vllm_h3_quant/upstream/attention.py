@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import Module
@@ -49,29 +48,17 @@ _ORIGINAL = "_h3_quant_original"
 _DECISION = "_h3_quant_decision"
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What becomes of one attention layer.
+Decide = Callable[[Any, Any], Any]
+"""``decide(layer, od_config)``: what becomes of a layer, kept on it; None leaves it alone."""
 
-    Attributes:
-        implementation: an ``AttentionImpl`` in place of the layer's own, or None to keep that.
-        kept: why the layer's own stays; empty where it does not.
-        why: why this kind of 8-bit attention, where the user left the choice open.
-    """
-
-    implementation: Any | None
-    kept: str = ""
-    why: str = ""
+CarryOut = Callable[[Any, Any], Any]
+"""``carry_out(layer, decision)``: an ``AttentionImpl`` in place of the layer's own, or None to keep that."""
 
 
-Decide = Callable[[Any, Any], "Decision | None"]
-"""``decide(layer, od_config)``: None leaves the layer alone."""
+def install(decide: Decide, carry_out: CarryOut) -> None:
+    """Ask ``decide`` at the end of the construction of each of MiniMax-H3's attention layers, and do what it says.
 
-
-def install(decide: Decide) -> None:
-    """Ask ``decide`` at the end of the construction of each of MiniMax-H3's attention layers.
-
-    Other models and custom kernels go to upstream as they are. A second call replaces ``decide``.
+    Other models and custom kernels go to upstream as they are. A second call replaces both functions.
     """
     from vllm_omni.diffusion.attention.layer import Attention
 
@@ -84,8 +71,9 @@ def install(decide: Decide) -> None:
         decision = decide(self, config) if serves else None
         if decision is not None:
             setattr(self, _DECISION, decision)
-            if decision.implementation is not None:
-                self.attention = decision.implementation
+            implementation = carry_out(self, decision)
+            if implementation is not None:
+                self.attention = implementation
             else:
                 # An attention dtype given for the whole model is no error in a layer that stays as it is.
                 self.attention.supports_kv_cache_dtype = lambda kv_cache_dtype, platform_key: True
@@ -95,7 +83,7 @@ def install(decide: Decide) -> None:
     Attention._init_kv_cache_quantization = init_kv_cache_quantization
 
 
-def install_on_import(decide: Decide) -> None:
+def install_on_import(decide: Decide, carry_out: CarryOut) -> None:
     """:func:`install`, as soon as something imports the layer.
 
     Where a symbol has moved nothing is installed: upstream then refuses ``diffusion_kv_cache_dtype`` itself,
@@ -104,7 +92,7 @@ def install_on_import(decide: Decide) -> None:
 
     def action() -> None:
         if not any(map(problem, SYMBOLS)):
-            install(decide)
+            install(decide, carry_out)
 
     after_import(_LAYER, action)
 
@@ -118,7 +106,7 @@ def layers(model: Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def decision_of(layer: Any) -> Decision | None:
+def decision_of(layer: Any) -> Any:
     """What was decided for a layer, or None where nothing was asked."""
     return getattr(layer, _DECISION, None)
 
@@ -132,7 +120,11 @@ def exchanges(layer: Any) -> bool:
 
 def left_out_by_engine(layer: Any) -> bool:
     """Whether the engine's own selectors leave the running step or the layer out of 8-bit attention."""
-    metadata = layer._with_kv_cache_dtype(None)
+    return says_float(layer._with_kv_cache_dtype(None))
+
+
+def says_float(metadata: Any) -> bool:
+    """Whether a call's metadata says that the engine's own selectors leave it out of 8-bit attention."""
     return metadata is not None and metadata.extra.get("kv_cache_dtype") == "float"
 
 

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h3_quant.kernels.attention.documents import TILE, Documents
+from vllm_h3_quant.kernels.attention.documents import TILE, TILE_FIELDS, Documents
 from vllm_h3_quant.kernels.attention.scaling import Scaling
 from vllm_h3_quant.kernels.encode import encode
 from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
@@ -99,7 +99,7 @@ def token_codes_reference(
     for y, divisor in zip((y_q, y_k, y_v), divisors, strict=True):
         codes = torch.zeros(q.shape[1], q.shape[0], q.shape[2], dtype=FP8.dtype, device=q.device)
         filled = _encoded(y * _reciprocal(divisor), FP8)
-        for tile, (_, token, count, _) in enumerate(documents.tiles.tolist()):
+        for tile, (_, token, count) in enumerate(documents.tiles.tolist()):
             codes[:, token : token + count] = filled[tile, :, :count]
         outs.append(codes.transpose(0, 1))
     return TokenCodes(*outs)
@@ -238,9 +238,9 @@ def _codes_kernel(
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     operand = tl.program_id(2)
-    document = tl.load(tiles_ptr + tile * 4)
-    token = tl.load(tiles_ptr + tile * 4 + 1).to(tl.int64)
-    count = tl.load(tiles_ptr + tile * 4 + 2)
+    document = tl.load(tiles_ptr + tile * TILE_FIELDS)
+    token = tl.load(tiles_ptr + tile * TILE_FIELDS + 1).to(tl.int64)
+    count = tl.load(tiles_ptr + tile * TILE_FIELDS + 2)
     row = tl.arange(0, TILE)
     channel = tl.arange(0, SIZE)
     by_document = document * heads + head

@@ -17,6 +17,9 @@ import triton.language as tl
 
 TILE = 128
 """Slots of a tile: keys of one step, and tokens that share a scale of K."""
+TILE_FIELDS = tl.constexpr(3)
+SPAN_FIELDS = tl.constexpr(3)
+"""Numbers of a row of ``tiles`` and of ``spans``, which lie next to each other."""
 _BLOCK = 256
 
 
@@ -27,9 +30,9 @@ class Documents(NamedTuple):
         tokens: tokens of the sequence.
         longest: tokens of the longest document, or more.
         cu_seqlens: ``(D + 1,)`` int32: where documents begin, and where the last one ends.
-        tiles: ``(T, 4)`` int32: document, its first token in the tile, tokens in the tile (0 for a spare
-            tile past the last document), unused.
-        spans: ``(D, 4)`` int32: first tile of a document, its tiles, its tokens, unused.
+        tiles: ``(T, 3)`` int32: document, its first token in the tile, tokens in the tile (0 for a spare
+            tile past the last document).
+        spans: ``(D, 3)`` int32: first tile of a document, its tiles, its tokens.
     """
 
     tokens: int
@@ -67,9 +70,9 @@ def locate_documents_reference(cu_seqlens: torch.Tensor, tokens: int, longest: i
     spans: list[tuple[int, ...]] = []
     for document, (begin, end) in enumerate(pairwise(bounds)):
         firsts = range(begin, end, TILE)
-        spans.append((len(tiles), len(firsts), end - begin, 0))
-        tiles += [(document, first, min(TILE, end - first), 0) for first in firsts]
-    tiles += [(0, 0, 0, 0)] * (most_tiles(len(spans), tokens) - len(tiles))
+        spans.append((len(tiles), len(firsts), end - begin))
+        tiles += [(document, first, min(TILE, end - first)) for first in firsts]
+    tiles += [(0, 0, 0)] * (most_tiles(len(spans), tokens) - len(tiles))
     as_tensor: dict[str, Any] = {"dtype": torch.int32, "device": cu_seqlens.device}
     return Documents(tokens, longest, cu_seqlens, torch.tensor(tiles, **as_tensor), torch.tensor(spans, **as_tensor))
 
@@ -78,8 +81,8 @@ def locate_documents_triton(cu_seqlens: torch.Tensor, tokens: int, longest: int)
     """:func:`locate_documents` in one launch, without a word to the host."""
     documents = cu_seqlens.shape[0] - 1
     count = most_tiles(documents, tokens)
-    tiles = torch.empty(count, 4, dtype=torch.int32, device=cu_seqlens.device)
-    spans = torch.empty(documents, 4, dtype=torch.int32, device=cu_seqlens.device)
+    tiles = torch.empty(count, TILE_FIELDS.value, dtype=torch.int32, device=cu_seqlens.device)
+    spans = torch.empty(documents, SPAN_FIELDS.value, dtype=torch.int32, device=cu_seqlens.device)
     _locate_kernel[(triton.cdiv(count, _BLOCK),)](cu_seqlens, tiles, spans, documents, count, TILE=TILE, BLOCK=_BLOCK)
     return Documents(tokens, longest, cu_seqlens, tiles, spans)
 
@@ -101,13 +104,13 @@ def _locate_kernel(cu_ptr, tiles_ptr, spans_ptr, documents, count, TILE: tl.cons
         token = tl.where(inside, begin + offset, token)
         filled = tl.where(inside, tl.minimum(length - offset, TILE), filled)
         if tl.program_id(0) == 0:
-            span = spans_ptr + index * 4
+            span = spans_ptr + index * SPAN_FIELDS
             tl.store(span, first)
             tl.store(span + 1, whole)
             tl.store(span + 2, length)
         first += whole
     kept = tile < count
-    out = tiles_ptr + tile * 4
+    out = tiles_ptr + tile * TILE_FIELDS
     tl.store(out, document, mask=kept)
     tl.store(out + 1, token, mask=kept)
     tl.store(out + 2, filled, mask=kept)

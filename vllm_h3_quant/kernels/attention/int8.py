@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vllm_h3_quant.kernels.attention.codes import KEY_ORDER, SlotCodes
-from vllm_h3_quant.kernels.attention.documents import TILE, Documents
+from vllm_h3_quant.kernels.attention.documents import SPAN_FIELDS, TILE, TILE_FIELDS, Documents
 from vllm_h3_quant.kernels.attention.scaling import Scaling
 from vllm_h3_quant.kernels.encode import encode
 from vllm_h3_quant.kernels.formats import FP8
@@ -51,7 +51,7 @@ def int8_attention_reference(
     out = torch.zeros(documents.tokens, heads, size, dtype=out_dtype, device=codes.q.device)
     scale = score_scale(softmax_scale, size)
     begin = 0
-    for document, (first, tiles, length, _) in enumerate(documents.spans.tolist()):
+    for document, (first, tiles, length) in enumerate(documents.spans.tolist()):
         if not length:
             continue
         slots = slice(first * TILE, first * TILE + length)
@@ -180,12 +180,12 @@ def _int8_attention_kernel(
     head = tl.program_id(1)
     tile = first_slot // TILE
     start = first_slot % TILE
-    document = tl.load(tiles_ptr + tile * 4)
-    count = tl.load(tiles_ptr + tile * 4 + 2)
-    first = tl.load(spans_ptr + document * 4)
+    document = tl.load(tiles_ptr + tile * TILE_FIELDS)
+    count = tl.load(tiles_ptr + tile * TILE_FIELDS + 2)
+    first = tl.load(spans_ptr + document * SPAN_FIELDS)
     # A block of rows without a token takes no step.
-    steps = tl.where(start < count, tl.load(spans_ptr + document * 4 + 1), 0)
-    empty = steps * TILE - tl.load(spans_ptr + document * 4 + 2)
+    steps = tl.where(start < count, tl.load(spans_ptr + document * SPAN_FIELDS + 1), 0)
+    empty = steps * TILE - tl.load(spans_ptr + document * SPAN_FIELDS + 2)
 
     q = _block(q_codes, head * slots + first_slot, 0, SIZE, QUERIES, SIZE, DESCRIPTORS)
     row_scale = tl.load(q_divisor_ptr + head * slots + first_slot + tl.arange(0, QUERIES)) * scale
@@ -231,7 +231,7 @@ def _int8_attention_kernel(
     channel = tl.arange(0, SIZE)
     by_channel = (document * heads + head) * SIZE + channel
     out = acc / total[:, None] * tl.load(v_divisor_ptr + by_channel) + tl.load(v_mean_ptr + by_channel)
-    token = tl.load(tiles_ptr + tile * 4 + 1).to(tl.int64) + row
+    token = tl.load(tiles_ptr + tile * TILE_FIELDS + 1).to(tl.int64) + row
     out_ptrs = out_ptr + (token[:, None] * heads + head) * SIZE + channel
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=(row < count)[:, None])
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h3_quant.kernels.attention.documents import TILE, Documents
+from vllm_h3_quant.kernels.attention.documents import TILE, TILE_FIELDS, Documents
 from vllm_h3_quant.kernels.encode import as_bf16
 from vllm_h3_quant.kernels.quantize import quantize_row, quantized, row_constants, tiles
 from vllm_h3_quant.kernels.rows import QuantizedRows, RowFormat
@@ -74,9 +74,9 @@ def mean_codes(out: torch.Tensor, mean: torch.Tensor, documents: Documents, row_
 def _add_mean_kernel(out_ptr, mean_ptr, tiles_ptr, heads, TILE: tl.constexpr, SIZE: tl.constexpr):
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    document = tl.load(tiles_ptr + tile * 4)
-    token = tl.load(tiles_ptr + tile * 4 + 1).to(tl.int64) + tl.arange(0, TILE)
-    kept = (tl.arange(0, TILE) < tl.load(tiles_ptr + tile * 4 + 2))[:, None]
+    document = tl.load(tiles_ptr + tile * TILE_FIELDS)
+    token = tl.load(tiles_ptr + tile * TILE_FIELDS + 1).to(tl.int64) + tl.arange(0, TILE)
+    kept = (tl.arange(0, TILE) < tl.load(tiles_ptr + tile * TILE_FIELDS + 2))[:, None]
     channel = tl.arange(0, SIZE)
     out = out_ptr + (token[:, None] * heads + head) * SIZE + channel
     mean = tl.load(mean_ptr + (document * heads + head) * SIZE + channel)

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h3_quant.kernels.attention.documents import Documents
+from vllm_h3_quant.kernels.attention.documents import TILE_FIELDS, Documents
 from vllm_h3_quant.kernels.attention.sums import ROWS, UNROLL, store_value_sums
 from vllm_h3_quant.kernels.encode import as_bf16
 
@@ -114,8 +114,8 @@ def _turn_kernel(
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     operand = tl.program_id(2)
-    first = tl.load(tiles_ptr + tile * 4 + 1).to(tl.int64)
-    count = tl.load(tiles_ptr + tile * 4 + 2)
+    first = tl.load(tiles_ptr + tile * TILE_FIELDS + 1).to(tl.int64)
+    count = tl.load(tiles_ptr + tile * TILE_FIELDS + 2)
     filled = count > 0
     part = parts_ptr + (tile.to(tl.int64) * heads + head) * FIELDS * SIZE
     turns = table_ptr + first * (2 * HALF)

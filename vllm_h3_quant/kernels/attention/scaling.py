@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_h3_quant.kernels.attention.documents import Documents
+from vllm_h3_quant.kernels.attention.documents import SPAN_FIELDS, TILE_FIELDS, Documents
 from vllm_h3_quant.kernels.attention.rotary import Rotary, sum_turned
 from vllm_h3_quant.kernels.attention.sums import ROWS, UNROLL, row_sums, store_value_sums
 from vllm_h3_quant.kernels.formats import FP8, CodeFormat
@@ -171,8 +171,8 @@ def _part_kernel(
     tile = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     operand = tl.program_id(2)
-    first = tl.load(tiles_ptr + tile * 4 + 1).to(tl.int64)
-    count = tl.load(tiles_ptr + tile * 4 + 2)
+    first = tl.load(tiles_ptr + tile * TILE_FIELDS + 1).to(tl.int64)
+    count = tl.load(tiles_ptr + tile * TILE_FIELDS + 2)
     filled = count > 0
     channel = tl.arange(0, SIZE)
     fields = parts_ptr + (tile.to(tl.int64) * heads + head) * FIELDS * SIZE
@@ -219,9 +219,9 @@ def _document_kernel(
 ):
     document = tl.program_id(0)
     head = tl.program_id(1)
-    first = tl.load(spans_ptr + document * 4)
-    tiles = tl.load(spans_ptr + document * 4 + 1)
-    length = tl.maximum(tl.load(spans_ptr + document * 4 + 2), 1).to(tl.float32)
+    first = tl.load(spans_ptr + document * SPAN_FIELDS)
+    tiles = tl.load(spans_ptr + document * SPAN_FIELDS + 1)
+    length = tl.maximum(tl.load(spans_ptr + document * SPAN_FIELDS + 2), 1).to(tl.float32)
     channel = tl.arange(0, SIZE)
     q_square = tl.zeros([SIZE], tl.float32)
     k_sum = tl.zeros([SIZE], tl.float32)
