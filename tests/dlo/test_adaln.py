@@ -196,6 +196,19 @@ def test_without_any_schedule() -> None:
     assert (cache.passes, cache.unannounced) == (1, 1)
 
 
+def test_a_forward_that_prepares_nothing() -> None:
+    """As under TeaCache, which runs blocks without the DiT's forward, maybe compiled ones behind the first."""
+    cache, projections = hosted()
+    announce(cache, "a", STEPS)
+    for timesteps in STEPS:
+        embedding = embed(torch.tensor(timesteps))
+        for index, projection in enumerate(projections):
+            expected = F.linear(F.silu(embedding).bfloat16(), projection.weight)
+            assert torch.equal(projection(embedding), expected)
+            assert torch.equal(cache.output_of(index), expected)
+    assert (cache.passes, cache.unannounced) == (1, 0)
+
+
 def test_a_schedule_that_does_not_fit_is_computed_in_parts() -> None:
     cache, projections = hosted(budget=5 * ROW)
     announce(cache, "a", STEPS)

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from torchmetrics.functional.image import peak_signal_noise_ratio
 
 from vllm_h3_quant.fidelity.metrics import describe_db, psnr_db, snr_db
 
@@ -28,11 +27,20 @@ def test_psnr_of_a_shift_by_one_is_20_log10_255() -> None:
 @pytest.mark.parametrize("frames", [1, 16, 37])
 def test_psnr_over_chunks_is_the_psnr_of_the_whole(frames: int) -> None:
     """An error that differs between frames tells a mean of MSEs from a mean of decibels."""
+    image = pytest.importorskip("torchmetrics.functional.image")
     reference = pixels(frames)
     changed = reference.clone()
     changed[-1] = pixels(1, seed=1)[0]
-    whole = peak_signal_noise_ratio(changed.double(), reference.double(), data_range=255.0)
+    whole = image.peak_signal_noise_ratio(changed.double(), reference.double(), data_range=255.0)
     assert psnr_db(changed, reference) == pytest.approx(float(whole))
+
+
+def test_snr_is_that_of_torchmetrics_over_all_samples() -> None:
+    audio = pytest.importorskip("torchmetrics.functional.audio")
+    reference = noise(2, 4000) * torch.tensor([[1.0], [0.01]])
+    changed = reference + 0.3 * noise(2, 4000, seed=1)
+    whole = audio.signal_noise_ratio(changed.double().flatten(), reference.double().flatten())
+    assert snr_db(changed, reference) == pytest.approx(float(whole))
 
 
 def test_snr_of_a_tenth_of_noise_is_20_db_over_channels_of_unequal_loudness() -> None:

@@ -194,7 +194,10 @@ class HostedAdaln:
 
     @torch.compiler.disable
     def prepare(self, embedding: torch.Tensor) -> None:
-        """Have the outputs for ``(M, E)`` embeddings of one step ready. Called once a forward."""
+        """Have the outputs for ``(M, E)`` embeddings of one step ready.
+
+        Called once a forward: by the DiT, or by the first projection of what runs blocks without it, as TeaCache does.
+        """
         if self.rest:
             self.rest.prepare(embedding)
         self._current = None
@@ -225,7 +228,8 @@ class HostedAdaln:
             self._filling.rows[name].copy_(compute())
             return self._filling.rows[name]
         if self._current is None or self._embedding is not embedding:
-            return compute()
+            self.prepare(embedding)
+        assert self._current is not None
         return self._current.rows[name]
 
     def output_of(self, index: int) -> torch.Tensor:
