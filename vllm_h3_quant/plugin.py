@@ -27,15 +27,16 @@ def register_early() -> None:
 
 
 def register() -> None:
-    """Register the method names and the component form with vLLM-Omni's quantization factory."""
+    """Register the method names and the component form with vLLM-Omni's factory, and the checks of a start."""
     from functools import partial
 
     from vllm_h3_quant.config import names
-    from vllm_h3_quant.upstream import factory, offload_config
+    from vllm_h3_quant.upstream import factory, offload_config, startup
 
     factory.register({name: partial(_build, name) for name in names.served()})
     factory.route(_claims, _build_components, names.looks_ours, _build)
     offload_config.check_configurations(_check)
+    startup.install(_check_start, _explain_start)
 
 
 def register_general() -> None:
@@ -98,6 +99,18 @@ def _check(od_config: Any) -> None:
     from vllm_h3_quant.engine.guard import check
 
     check(od_config)
+
+
+def _check_start(arguments: Mapping[str, Any]) -> None:
+    from vllm_h3_quant.engine.start import check
+
+    check(arguments)
+
+
+def _explain_start(arguments: Mapping[str, Any]) -> str | None:
+    from vllm_h3_quant.engine.start import explain
+
+    return explain(arguments)
 
 
 def _claims(spec: Mapping[str, Any]) -> bool:
