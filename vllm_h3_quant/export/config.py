@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_h3_quant.config.schema import NO_ATTENTION, H3QuantOptions, parse
+from vllm_h3_quant.config.components import TEXT_ENCODER, TRANSFORMER
+from vllm_h3_quant.config.schema import EXPORT_FORMAT, NO_ATTENTION, H3QuantOptions, parse
 from vllm_h3_quant.errors import H3QuantError, unknown
 from vllm_h3_quant.export.source import COMPONENTS
-from vllm_h3_quant.loader.formats import EXPORT_FORMAT
-from vllm_h3_quant.loader.plan import TEXT_ENCODER, TRANSFORMER
 from vllm_h3_quant.methods.scope import UNREACHED_COMPONENTS, matches, without_match
 
 DEFAULT = "default"

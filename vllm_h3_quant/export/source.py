@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_h3_quant.config.components import TEXT_ENCODER, TRANSFORMER
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.architecture import Architecture
 from vllm_h3_quant.loader.checkpoint import open_checkpoint, read_json
-from vllm_h3_quant.loader.formats import Kind
 from vllm_h3_quant.loader.inspect import PARTITIONS
-from vllm_h3_quant.loader.plan import TEXT_ENCODER, TRANSFORMER, Plan, plan_text_encoder, plan_transformer
+from vllm_h3_quant.loader.plan import Plan, plan_text_encoder, plan_transformer
 
 COMPONENTS = (TRANSFORMER, TEXT_ENCODER)
 """What can be quantized."""
@@ -61,7 +61,7 @@ class Source:
         else:
             config = self.root / CONFIG
             plan = plan_transformer(checkpoint, Architecture.from_config(read_json(config), where=str(config)))
-        if plan.detection.kind is Kind.EXPORT:
+        if plan.detection.format.is_export:
             raise H3QuantError(
                 f"{checkpoint.place}: is an export of vllm-h3-quant already; export the model that it was made from"
             )
