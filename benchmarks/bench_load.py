@@ -30,7 +30,7 @@ from vllm_h3_quant.config.names import REPLACE_VARIABLE, replaced
 from vllm_h3_quant.config.schema import NAMES as OURS
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.checkpoint import open_checkpoint
-from vllm_h3_quant.loader.formats import Kind, detect
+from vllm_h3_quant.loader.formats import detect
 
 HERE = Path(__file__).parent
 STOCK = ("fp8", "int8")
@@ -151,7 +151,7 @@ def check_export(model: Path) -> None:
         H3QuantError: this package did not export the model.
     """
     found = detect(open_checkpoint(transformer(model)))
-    if found.kind is not Kind.EXPORT:
+    if not found.format.is_export:
         raise H3QuantError(
             f"--export {model} is {found.name}; write one with vllm-h3-quant export {model} OUT --method h3_fp8"
         )

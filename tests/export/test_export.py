@@ -24,7 +24,6 @@ from vllm_h3_quant.kernels.formats import FP8, INT8, CodeFormat
 from vllm_h3_quant.kernels.quantize import quantize_rows_reference
 from vllm_h3_quant.loader.checkpoint import open_checkpoint
 from vllm_h3_quant.loader.coding import Values
-from vllm_h3_quant.loader.formats import Kind
 from vllm_h3_quant.loader.header import read_header
 from vllm_h3_quant.loader.manifest import digests_of, read_manifest
 from vllm_h3_quant.loader.plan import Plan, plan_text_encoder, plan_transformer
@@ -151,7 +150,7 @@ def test_the_loader_reads_it(exported: Callable[[str], Path], case: str) -> None
     for component in (TRANSFORMER, TEXT_ENCODER):
         plan = plan_of(exported(case), component)
         plan.check()
-        assert plan.detection.kind is Kind.EXPORT
+        assert plan.detection.format.is_export
         for name, linear in plan.linears.items():
             kept = any(part in name for part in chosen.kept)
             assert linear.has_codes(chosen.fmt) != kept, name
@@ -330,7 +329,7 @@ class TestParts:
         }
         for partition in found:
             folder = tmp_path / "out" / partition
-            assert plan_transformer(open_checkpoint(folder / "transformer")).detection.kind is Kind.EXPORT
+            assert plan_transformer(open_checkpoint(folder / "transformer")).detection.format.is_export
             assert (folder / "model_index.json").is_file()
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from vllm_h3_quant.kernels.hadamard import hadamard_reference
-from vllm_h3_quant.loader.coding import E2M1, NvFp4, Scaled, Values, regular_hadamard
+from vllm_h3_quant.loader.coding import Scaled, Values
+from vllm_h3_quant.loader.formats.convrot import ConvRot, regular_hadamard
+from vllm_h3_quant.loader.formats.modelopt_nvfp4 import E2M1, NvFp4
 from vllm_h3_quant.tiny_h3.formats import codes
 
 
@@ -83,8 +85,8 @@ def test_convrot_is_undone_by_its_own_matrix() -> None:
     """One code in a group spreads over it with the signs of its row."""
     raw = torch.zeros(1, 32, dtype=torch.int8)
     raw[0, 16 + 5] = 8
-    coding = Scaled(torch.tensor([[0.5]]), 1, 32, regular=16)
-    assert not coding.by_rows
+    coding = ConvRot(torch.tensor([[0.5]]), 1, 32, group=16)
+    assert (coding.by_rows, coding.describe) == (False, "codes, scale per tensor, ConvRot 16")
     got = coding.decode(raw, 0)
     assert not got[0, :16].any()
     assert torch.equal(got[0, 16:], 4.0 * regular_hadamard(16)[5])

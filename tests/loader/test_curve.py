@@ -20,7 +20,7 @@ from vllm_h3_quant.loader import curve
 from vllm_h3_quant.loader.architecture import Architecture
 from vllm_h3_quant.loader.checkpoint import open_checkpoint
 from vllm_h3_quant.loader.curve import CurveReport, LayerCurve, compare, curve_shape, refuse_unverified
-from vllm_h3_quant.loader.naming import CURVE
+from vllm_h3_quant.loader.formats.pruned import CURVE
 from vllm_h3_quant.loader.plan import Plan, plan_transformer
 from vllm_h3_quant.tiny_h3.spec import TinyH3
 from vllm_h3_quant.tiny_h3.tensors import RandomTensors

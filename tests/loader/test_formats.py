@@ -13,25 +13,32 @@ from safetensors.torch import save_file
 
 from vllm_h3_quant.loader import reader
 from vllm_h3_quant.loader.checkpoint import open_checkpoint
-from vllm_h3_quant.loader.formats import Detection, Kind, Layout, detect
+from vllm_h3_quant.loader.formats import APART, BY_HEAD, IN_THIRDS, Detection, detect
+from vllm_h3_quant.loader.formats.comfy import Comfy
+from vllm_h3_quant.loader.formats.comfy_fp8 import ComfyFp8
+from vllm_h3_quant.loader.formats.comfy_int8 import ComfyInt8
+from vllm_h3_quant.loader.formats.diffusers import Diffusers
+from vllm_h3_quant.loader.formats.modelopt_fp8 import ModelOptFp8
+from vllm_h3_quant.loader.formats.modelopt_nvfp4 import ModelOptNvFp4
+from vllm_h3_quant.loader.formats.native import Native
 from vllm_h3_quant.loader.plan import plan_transformer
 from vllm_h3_quant.tiny_h3.formats import FORMATS, stored_values, write_format
 
 FP32 = torch.float32
 
 EXPECTED = {
-    "native": Detection(Kind.NATIVE, Layout.GROUPED),
-    "diffusers_bf16": Detection(Kind.DIFFUSERS, Layout.DIFFUSERS),
-    "comfy_bf16": Detection(Kind.COMFY, Layout.THIRDS),
-    "comfy_fp8": Detection(Kind.COMFY_FP8, Layout.THIRDS),
-    "comfy_int8_convrot": Detection(Kind.COMFY_INT8, Layout.THIRDS),
-    "modelopt_fp8_tensor": Detection(Kind.MODELOPT_FP8, Layout.DIFFUSERS),
-    "modelopt_fp8_channel": Detection(Kind.MODELOPT_FP8, Layout.DIFFUSERS),
-    "modelopt_fp8_native": Detection(Kind.MODELOPT_FP8, Layout.GROUPED),
-    "modelopt_nvfp4": Detection(Kind.MODELOPT_NVFP4, Layout.DIFFUSERS),
-    "fp8_block_native": Detection(Kind.MODELOPT_FP8, Layout.GROUPED),
-    "pruned_curve": Detection(Kind.COMFY, Layout.THIRDS, curve=True),
-    "pruned_curve_broken": Detection(Kind.COMFY, Layout.THIRDS, curve=True),
+    "native": Detection(Native(BY_HEAD)),
+    "diffusers_bf16": Detection(Diffusers(APART)),
+    "comfy_bf16": Detection(Comfy(IN_THIRDS)),
+    "comfy_fp8": Detection(ComfyFp8(IN_THIRDS)),
+    "comfy_int8_convrot": Detection(ComfyInt8(IN_THIRDS)),
+    "modelopt_fp8_tensor": Detection(ModelOptFp8(APART)),
+    "modelopt_fp8_channel": Detection(ModelOptFp8(APART)),
+    "modelopt_fp8_native": Detection(ModelOptFp8(BY_HEAD)),
+    "modelopt_nvfp4": Detection(ModelOptNvFp4(APART)),
+    "fp8_block_native": Detection(ModelOptFp8(BY_HEAD)),
+    "pruned_curve": Detection(Comfy(IN_THIRDS), curve=True),
+    "pruned_curve_broken": Detection(Comfy(IN_THIRDS), curve=True),
 }
 
 
@@ -54,9 +61,10 @@ def test_detected_from_headers_alone(
 def test_what_is_no_transformer_is_unknown(tmp_path: Path, native_h3: Path) -> None:
     save_file({"layer.weight": torch.zeros(4, 4)}, tmp_path / "other.safetensors")
     unknown = open_checkpoint(tmp_path)
-    assert detect(unknown).kind is Kind.UNKNOWN
+    assert not detect(unknown).format.known
+    assert detect(unknown).name == "unknown"
     encoder = open_checkpoint(native_h3 / "FL2VA" / "text_encoder")
-    assert detect(encoder).kind is Kind.TEXT_ENCODER
+    assert detect(encoder).name == "Qwen3-VL bf16"
     for checkpoint in (unknown, encoder):
         assert "no checkpoint of MiniMax-H3's transformer" in plan_transformer(checkpoint).problems[0]
 
@@ -113,7 +121,7 @@ def test_codes_stand_for_the_native_weights(name: str, native_h3: Path, format_f
 def test_other_tensors_are_the_native_ones(name: str, format_folder: Callable[[str], Path]) -> None:
     native = plan_transformer(open_checkpoint(format_folder("native")))
     plan = plan_transformer(open_checkpoint(format_folder(name)))
-    gone = {"rope.inv_freq"} if plan.detection.layout is Layout.DIFFUSERS else set()
+    gone = {"rope.inv_freq"} if plan.detection.layout == APART else set()
     if plan.detection.curve:
         gone |= {"time_embedder.proj_in.bias", "time_embedder.proj_out.bias"}
     assert native.plain.keys() - plan.plain.keys() == gone

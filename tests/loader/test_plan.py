@@ -344,7 +344,7 @@ def test_blocks_follow_from_the_shape_of_the_scale(
     plan = folder.plan()
     assert plan.problems == []
     linear = plan.linears[QKV]
-    coding = linear.coding
+    (coding,) = {segment.coding for segment in linear.segments}
     assert isinstance(coding, Scaled)
     assert (coding.row_block, coding.column_block) == (row_block, column_block)
     codes = linear.codes(0, 768).float()
@@ -411,6 +411,14 @@ def test_text_encoder_whole_and_in_parts(tmp_path: Path) -> None:
 def test_text_encoder_parts_of_other_widths(tmp_path: Path) -> None:
     (problem,) = encoder(tmp_path, mlp__gate_proj=rows(4), mlp__up_proj=rows(4, 6)).problems
     assert "make no text_model.layers.0.mlp.gate_up_proj.weight: gate [4, 8], up [4, 6]" in problem
+
+
+def test_text_encoder_bias(tmp_path: Path) -> None:
+    """The model has none there, so that it would be left out without a word, with a weight beside it or not."""
+    name = "model.language_model.layers.0.mlp.down_proj"
+    save_file({f"{name}.weight": rows(4), f"{name}.bias": rows(4)[:, 0].clone()}, tmp_path / "m.safetensors")
+    (problem,) = plan_text_encoder(open_checkpoint(tmp_path), 1).problems
+    assert problem.endswith(f"tensor '{name}.bias' is a bias of a linear that has none here")
 
 
 def test_text_encoder_reads_only_the_layers_in_use(native_h3: Path) -> None:

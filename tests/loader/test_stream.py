@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vllm_h3_quant.errors import H3QuantError
+from vllm_h3_quant.loader.formats import engine_layout
 from vllm_h3_quant.loader.plan import Plan
 from vllm_h3_quant.loader.stream import transformer_stream
 from vllm_h3_quant.tiny_h3.formats import stored_values
@@ -24,7 +25,7 @@ def streamed(plan: Plan, taken: Collection[str] = ()) -> dict[str, torch.Tensor]
     def nothing(entry: Any) -> None:
         """No progress is shown."""
 
-    return dict(transformer_stream(plan, taken, diffusers=True, arrive=nothing, done=nothing))
+    return dict(transformer_stream(plan, taken, wanted=engine_layout(own_names=True), arrive=nothing, done=nothing))
 
 
 @pytest.mark.parametrize("name", ["diffusers_bf16", "modelopt_fp8_tensor", "modelopt_fp8_channel", "modelopt_nvfp4"])

@@ -29,6 +29,9 @@ MAX_ROTATION = 512
 
 NO_ATTENTION: Literal["none"] = "none"
 
+EXPORT_FORMAT: Literal["vllm-h3-quant"] = "vllm-h3-quant"
+"""What an exported model's configuration and files call their format."""
+
 
 class H3QuantOptions(BaseModel):
     """One component's quantization.

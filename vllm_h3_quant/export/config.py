@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_h3_quant.config.components import COMPONENTS, TEXT_ENCODER, TRANSFORMER, Part, parse_parts
-from vllm_h3_quant.config.schema import NAMES, H3QuantOptions, parse
+from vllm_h3_quant.config.schema import EXPORT_FORMAT, NAMES, H3QuantOptions, parse
 from vllm_h3_quant.errors import H3QuantError
-from vllm_h3_quant.loader.formats import EXPORT_FORMAT
 from vllm_h3_quant.methods.scope import matches, without_match
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,22 +14,21 @@ from typing import Any
 import torch
 
 from vllm_h3_quant import __version__
-from vllm_h3_quant.config.components import TEXT_ENCODER, TRANSFORMER
-from vllm_h3_quant.config.schema import H3QuantOptions
+from vllm_h3_quant.config.components import TRANSFORMER
+from vllm_h3_quant.config.schema import EXPORT_FORMAT, H3QuantOptions
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.export.config import Request
 from vllm_h3_quant.export.source import Source
 from vllm_h3_quant.kernels.formats import CodeFormat
 from vllm_h3_quant.loader.checkpoint import read_json
-from vllm_h3_quant.loader.coding import Values
 from vllm_h3_quant.loader.decided import decided
-from vllm_h3_quant.loader.formats import EXPORT_FORMAT
+from vllm_h3_quant.loader.formats.base import Layout
+from vllm_h3_quant.loader.formats.beside import SCALE, WEIGHT
+from vllm_h3_quant.loader.formats.export import statement, written_layout
 from vllm_h3_quant.loader.header import Entry
 from vllm_h3_quant.loader.manifest import MANIFEST, VERSION
-from vllm_h3_quant.loader.naming import SCALE, WEIGHT, encoder_layer
 from vllm_h3_quant.loader.place import CONFIG, MODEL_INDEX
 from vllm_h3_quant.loader.plan import Plan
-from vllm_h3_quant.loader.scales import LINEAR_KEY
 from vllm_h3_quant.loader.shards import TensorSpec, header_bytes, in_order
 from vllm_h3_quant.loader.stored import StoredLinear
 from vllm_h3_quant.methods.formats import FORMATS
@@ -39,8 +37,6 @@ from vllm_h3_quant.methods.scope import Storage, asked_name, decide
 
 INDEX = "model.safetensors.index.json"
 PROGRESS = "progress.json"
-UNREAD = frozenset({"lm_head.weight", "model.language_model.norm.weight"})
-"""Tensors of the text encoder that the engine never reads: it takes the hidden states of a layer."""
 
 
 @dataclass(frozen=True)
@@ -62,18 +58,13 @@ class LinearFile:
     @property
     def weight(self) -> TensorSpec:
         """``(N, K)`` codes or values."""
-        return TensorSpec(f"{self.module}.{WEIGHT}", self.fmt.dtype if self.fmt else self.dtype, self.stored.shape)
+        dtype = self.fmt.dtype if self.fmt else self.stored.value_dtype
+        return TensorSpec(f"{self.module}.{WEIGHT}", dtype, self.stored.shape)
 
     @property
     def scale(self) -> TensorSpec:
         """``(N, 1)`` fp32 scales of codes."""
         return TensorSpec(f"{self.module}.{SCALE}", torch.float32, (self.stored.shape[0], 1))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its values: the source's, or bf16 where that holds codes."""
-        plain = all(isinstance(segment.coding, Values) for segment in self.stored.segments)
-        return self.stored.segments[0].entry.torch_dtype if plain else torch.bfloat16
 
     @property
     def ready(self) -> bool:
@@ -110,12 +101,8 @@ class Shard:
     @cached_property
     def metadata(self) -> dict[str, str]:
         """Of the file: that of the component, and how the codes of each linear were made."""
-        made = {
-            LINEAR_KEY + linear.module: json.dumps({"format": linear.fmt.name, "rotation": linear.rotation})
-            for linear in self.linears.values()
-            if linear.fmt
-        }
-        return {**self.common, **made}
+        made = (statement(each.module, each.fmt, each.rotation) for each in self.linears.values() if each.fmt)
+        return {**self.common, **dict(made)}
 
     @cached_property
     def nbytes(self) -> int:
@@ -200,18 +187,19 @@ def _add_component(
     export: ExportPlan, folder: str, component: str, plan: Plan, options: H3QuantOptions, versions: str
 ) -> None:
     fmt = FORMATS[options.method]
+    layout = written_layout(component)
     decisions = decided(options, component, plan)
     linears: dict[int, dict[str, LinearFile]] = defaultdict(dict)
     plain: dict[int, dict[str, Entry]] = defaultdict(dict)
     for name, stored in plan.linears.items():
-        module = name.replace("text_model.", "model.language_model.", 1) if component == TEXT_ENCODER else name
+        module = layout.module(name)
         coded = decisions[name].storage is Storage.CODES
         rotation = rotation_for(options, stored.shape[1]) if coded else 0
         linear = LinearFile(module, stored, fmt if coded else None, rotation)
-        linears[_layer(component, module)][linear.weight.name] = linear
+        linears[_layer(layout, module)][linear.weight.name] = linear
     for name, entry in plan.plain.items():
-        if component != TEXT_ENCODER or name not in UNREAD:
-            plain[_layer(component, name)][name] = entry
+        if name not in layout.unread:
+            plain[_layer(layout, name)][name] = entry
     layers = sorted({*linears, *plain})
     common = {
         "format": EXPORT_FORMAT,
@@ -244,13 +232,10 @@ def _add_component(
 _OUTSIDE = -1
 
 
-def _layer(component: str, name: str) -> int:
+def _layer(layout: Layout, name: str) -> int:
     """The block or decoder layer of a tensor; ``_OUTSIDE`` for none."""
-    if component == TEXT_ENCODER:
-        layer = encoder_layer(name)
-        return _OUTSIDE if layer is None else layer
-    found = re.match(r"blocks\.(\d+)\.", name)
-    return int(found[1]) if found else _OUTSIDE
+    layer = layout.layer(name)
+    return _OUTSIDE if layer is None else layer
 
 
 def _index(shards: list[Shard]) -> bytes:

@@ -11,7 +11,6 @@ from vllm_h3_quant.config.components import COMPONENTS, TEXT_ENCODER
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.architecture import Architecture
 from vllm_h3_quant.loader.checkpoint import open_checkpoint, read_json
-from vllm_h3_quant.loader.formats import Kind
 from vllm_h3_quant.loader.place import CONFIG, MODEL_INDEX, PARTITIONS, is_modular, wrong_place
 from vllm_h3_quant.loader.plan import Plan, plan_text_encoder, plan_transformer
 
@@ -56,7 +55,7 @@ class Source:
         else:
             config = self.root / CONFIG
             plan = plan_transformer(checkpoint, Architecture.from_config(read_json(config), where=str(config)))
-        if plan.detection.kind is Kind.EXPORT:
+        if plan.detection.format.is_export:
             raise H3QuantError(
                 f"{checkpoint.place}: is an export of vllm-h3-quant already; export the model that it was made from"
             )

@@ -83,7 +83,7 @@ def codes(linear: LinearFile, device: torch.device) -> Iterator[tuple[torch.Tens
 
 def _values(linear: LinearFile) -> Iterator[torch.Tensor]:
     for first, count in _rows(linear):
-        yield linear.stored.values(first, count, linear.dtype)
+        yield linear.stored.values(first, count, linear.stored.value_dtype)
 
 
 def _rows(linear: LinearFile) -> Iterator[tuple[int, int]]:

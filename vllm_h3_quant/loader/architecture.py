@@ -18,7 +18,7 @@ _ALIASES = {
     "time_embed_hidden_dim": "time_embed_hidden_size",
     "rope_freq_dim": "rope_inv_freq_len",
 }
-"""Diffusers' spelling of the same sizes."""
+"""A second spelling of the same sizes."""
 
 ROPE = "rope.inv_freq"
 

@@ -18,7 +18,8 @@ from torch.nn.functional import linear, silu
 
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.architecture import Architecture
-from vllm_h3_quant.loader.naming import CURVE
+from vllm_h3_quant.loader.formats.pruned import CURVE
+from vllm_h3_quant.loader.header import FLOATS
 from vllm_h3_quant.loader.plan import Plan
 from vllm_h3_quant.loader.reader import mapped
 from vllm_h3_quant.loader.stored import StoredLinear
@@ -147,7 +148,7 @@ def curve_shape(plan: Plan) -> tuple[int, int]:
     if entry is None:
         raise H3QuantError(f"{plan.checkpoint.place}: holds no {CURVE!r}, so it is not pruned to a curve")
     shape = entry.shape
-    if len(shape) != 2 or shape[0] < 2 or shape[1] < 1 or entry.dtype not in ("F32", "F16", "BF16"):
+    if len(shape) != 2 or shape[0] < 2 or shape[1] < 1 or entry.dtype not in FLOATS:
         raise H3QuantError(
             f"{entry.file}: tensor {entry.name!r} is {entry.dtype} {list(shape)}, no curve; expected F32 [1025, 8]:"
             " convert the checkpoint again"

@@ -36,6 +36,9 @@ DTYPES: dict[str, torch.dtype] = {
 }
 """Names of dtypes in a header, for those that PyTorch has."""
 
+FLOATS = ("F32", "F16", "BF16")
+"""Those that values and scales have."""
+
 _MAX_HEADER = 100 * 2**20
 _LENGTH = struct.Struct("<Q")
 

@@ -10,10 +10,10 @@ from vllm_h3_quant.config.components import TEXT_ENCODER, TRANSFORMER
 from vllm_h3_quant.config.schema import Method, parse
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels.formats import FP8
-from vllm_h3_quant.loader import naming
 from vllm_h3_quant.loader.architecture import Architecture
 from vllm_h3_quant.loader.checkpoint import open_checkpoint, read_json
 from vllm_h3_quant.loader.decided import decided
+from vllm_h3_quant.loader.formats import detect
 from vllm_h3_quant.loader.place import PARTITIONS, nearest_model, wrong_place
 from vllm_h3_quant.loader.plan import Plan, plan_text_encoder, plan_transformer
 from vllm_h3_quant.methods.formats import FORMATS
@@ -70,7 +70,7 @@ def plan_component(place: Path) -> Plan:
     The DiT's sizes are those that the engine would read: of ``ROOT/transformer/config.json`` for ``ROOT/FL2VA``.
     """
     checkpoint = open_checkpoint(place)
-    if any(naming.encoder_layer(name) is not None for name in checkpoint.entries):
+    if detect(checkpoint).layout.component == TEXT_ENCODER:
         return plan_text_encoder(checkpoint, ENCODER_LAYERS)
     read_by_engine = place.parent.parent / TRANSFORMER / "config.json"
     if place.parent.name in PARTITIONS and read_by_engine.is_file():
@@ -103,5 +103,5 @@ def dtypes(plan: Plan) -> dict[str, tuple[int, int]]:
 
 
 def codings(plan: Plan) -> dict[str, int]:
-    """Number of linears by how their numbers are coded."""
-    return dict(Counter(linear.coding.describe for linear in plan.linears.values()))
+    """Number of linears by how their numbers are coded; one of several codings counts under all of them together."""
+    return dict(Counter(linear.coding for linear in plan.linears.values()))

@@ -18,7 +18,7 @@ from vllm_h3_quant.loader.architecture import Architecture
 from vllm_h3_quant.loader.checkpoint import open_checkpoint
 from vllm_h3_quant.loader.curve import curve_shape, refuse_unverified
 from vllm_h3_quant.loader.decided import STORED_AS_VALUES, with_checkpoint
-from vllm_h3_quant.loader.formats import Kind
+from vllm_h3_quant.loader.formats import engine_layout
 from vllm_h3_quant.loader.header import Entry
 from vllm_h3_quant.loader.manifest import digests_of, root_of
 from vllm_h3_quant.loader.plan import Plan, plan_text_encoder, plan_transformer
@@ -90,7 +90,7 @@ class Component:
                 yield from transformer_stream(
                     self.plan,
                     self.taken,
-                    diffusers=weight_source.expects_diffusers_names(self.module),
+                    wanted=engine_layout(own_names=weight_source.expects_diffusers_names(self.module)),
                     arrive=self._arrive,
                     done=progress.done,
                 )
@@ -121,7 +121,7 @@ class Component:
 
     def _check_export(self) -> None:
         plan = self.plan
-        if plan.detection.kind is not Kind.EXPORT:
+        if not plan.detection.format.is_export:
             if self.options.checkpoint:
                 raise H3QuantError(
                     f"{plan.checkpoint.place}: config.json says that this is an export of this package, but it is a"

@@ -18,10 +18,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from vllm_h3_quant.config.schema import EXPORT_FORMAT
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.loader.checkpoint import read_json
 from vllm_h3_quant.loader.durable import durable
-from vllm_h3_quant.loader.formats import EXPORT_FORMAT
 from vllm_h3_quant.loader.shards import Written
 
 MANIFEST = "manifest.json"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from vllm_h3_quant.config.components import TEXT_ENCODER, TRANSFORMER
 from vllm_h3_quant.errors import H3QuantError, nearest
-from vllm_h3_quant.loader import naming
 from vllm_h3_quant.loader.architecture import Architecture, Expected
 from vllm_h3_quant.loader.checkpoint import Checkpoint
-from vllm_h3_quant.loader.coding import Coding, Scaled
-from vllm_h3_quant.loader.formats import Detection, Kind, Layout, detect
-from vllm_h3_quant.loader.header import Entry
-from vllm_h3_quant.loader.scales import Found, coding_of
+from vllm_h3_quant.loader.coding import Coding
+from vllm_h3_quant.loader.formats import Detection, detect, is_loose, split
+from vllm_h3_quant.loader.formats.base import Target
+from vllm_h3_quant.loader.formats.beside import BIAS, WEIGHT, Found
+from vllm_h3_quant.loader.formats.pruned import CURVE, table_of
+from vllm_h3_quant.loader.header import FLOATS, Entry
 from vllm_h3_quant.loader.stored import Segment, StoredLinear
 
 
@@ -71,45 +73,38 @@ def plan_transformer(checkpoint: Checkpoint, architecture: Architecture | None =
         architecture = Architecture.from_config(checkpoint.config, where=where)
     if detection.curve:
         # The engine's model has the width that its configuration states, which serving a curve compares.
-        table = next(entry for name, entry in checkpoint.entries.items() if naming.without_prefix(name) == naming.CURVE)
+        table = table_of(checkpoint)
         if len(table.shape) == 2 and 0 < table.shape[1] < 2**31:
             architecture = replace(architecture, time_embed_dim=table.shape[1])
     plan = Plan(checkpoint, detection, architecture)
-    if detection.kind is Kind.UNKNOWN or _of_encoder(checkpoint):
+    if not detection.format.known or detection.layout.component != TRANSFORMER:
         plan.problems.append(
             f"{checkpoint.place}: no checkpoint of MiniMax-H3's transformer that is known here"
             f" (first tensor {next(iter(checkpoint.entries), None)!r})"
         )
         return plan
-    diffusers = detection.layout is Layout.DIFFUSERS
-
-    def target(module: str) -> naming.Target | None:
-        return naming.diffusers_target(module) if diffusers else naming.Target(module)
-
-    _Builder(plan, target).build(architecture.tensors(curve=detection.curve))
+    _Builder(plan).build(architecture.tensors(curve=detection.curve))
     return plan
 
 
 def plan_text_encoder(checkpoint: Checkpoint, layers: int) -> Plan:
-    """The plan of a Qwen3-VL text encoder's checkpoint, of which the engine reads the first ``layers`` layers."""
+    """The plan of a text encoder's checkpoint, of which the engine reads the first ``layers`` layers."""
     plan = Plan(checkpoint, detect(checkpoint), None)
-    if plan.detection.kind is Kind.UNKNOWN or not _of_encoder(checkpoint):
+    layout = plan.detection.layout
+    has_layers = any(layout.layer(name) is not None for name in checkpoint.entries)
+    if not plan.detection.format.known or layout.component != TEXT_ENCODER or not has_layers:
         plan.problems.append(f"{checkpoint.place}: no checkpoint of the text encoder that is known here")
         return plan
-    _Builder(plan, naming.encoder_target).build_encoder(layers)
+    _Builder(plan).build_encoder(layers)
     return plan
-
-
-def _of_encoder(checkpoint: Checkpoint) -> bool:
-    return any(naming.encoder_layer(name) is not None for name in checkpoint.entries)
 
 
 class _Builder:
     """Sorts a checkpoint's tensors into what belongs together."""
 
-    def __init__(self, plan: Plan, target: Callable[[str], naming.Target | None]) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.target = target
+        self.layout = plan.detection.layout
         self.weights: dict[str, dict[str, Found]] = defaultdict(dict)
         self.beside: dict[str, dict[str, Entry]] = defaultdict(dict)
 
@@ -122,14 +117,14 @@ class _Builder:
         """Fill the plan of a DiT."""
         self._note_duplicates()
         for name, entry in self.plan.checkpoint.entries.items():
-            bare = naming.without_prefix(name)
-            if bare in naming.LOOSE:
+            bare = self.layout.bare(name)
+            if is_loose(bare):
                 continue
-            module, leaf = naming.split(bare)
-            target = self.target(module) if leaf else None
-            if leaf == naming.WEIGHT and target and len(expected.get(f"{target.module}.weight", _NONE).shape) == 2:
+            module, leaf = split(bare)
+            target = self.layout.target(module) if leaf else None
+            if leaf == WEIGHT and target and len(expected.get(f"{target.module}.weight", _NONE).shape) == 2:
                 self._add_weight(target, module, entry)
-            elif leaf in (naming.WEIGHT, naming.BIAS) and target:
+            elif leaf in (WEIGHT, BIAS) and target:
                 self.plan.plain[f"{target.module}.{leaf}"] = entry
             elif leaf and target:
                 self.beside[module][leaf] = entry
@@ -147,15 +142,17 @@ class _Builder:
         """Fill the plan of a text encoder."""
         self._note_duplicates()
         for name, entry in self.plan.checkpoint.entries.items():
-            module, leaf = naming.split(name)
-            index = naming.encoder_layer(name)
+            module, leaf = split(name)
+            index = self.layout.layer(name)
             if index is not None and index >= layers:
                 continue
-            target = self.target(module)
+            target = self.layout.target(module)
             if target is None or not leaf:
                 self.plan.plain[name] = entry
-            elif leaf == naming.WEIGHT:
+            elif leaf == WEIGHT:
                 self._add_weight(target, module, entry)
+            elif leaf == BIAS:
+                self.problem(entry, "is a bias of a linear that has none here")
             else:
                 self.beside[module][leaf] = entry
         for name, pieces in self.weights.items():
@@ -166,7 +163,7 @@ class _Builder:
         for name in self.plan.checkpoint.duplicates:
             self.problem(self.plan.checkpoint.entries[name], "is in more than one file; keep one")
 
-    def _add_weight(self, target: naming.Target, module: str, entry: Entry) -> None:
+    def _add_weight(self, target: Target, module: str, entry: Entry) -> None:
         pieces = self.weights[target.module]
         if target.part in pieces:
             self.problem(entry, f"stands for {target.module}.weight, as {pieces[target.part].entry.name!r} does")
@@ -177,7 +174,7 @@ class _Builder:
         for name in expected.keys() - held:
             if not expected[name].optional:
                 self.plan.problems.append(f"{self.plan.checkpoint.place}: lacks {name!r}")
-        known = {*expected, naming.CURVE} if self.plan.detection.curve else set(expected)
+        known = {*expected, CURVE} if self.plan.detection.curve else set(expected)
         for index, name in enumerate([name for name in self.plan.plain if name not in known]):
             close = nearest(name, expected) if index < _HINTS else None
             hint = f"; nearest is {close!r}" if close else ""
@@ -191,7 +188,8 @@ class _Builder:
                 self.problem(found.entry, f"has the shape {list(found.entry.shape)}, not rows and columns")
                 return
             try:
-                codings[part] = coding_of(found, self.beside.get(found.module, {}), self.plan)
+                beside = self.beside.get(found.module, {})
+                codings[part] = self.plan.detection.format.coding_of(found, beside, self.plan.checkpoint.metadata)
             except H3QuantError as error:
                 self.plan.problems.append(str(error))
                 return
@@ -208,11 +206,8 @@ class _Builder:
         for module, leaves in self.beside.items():
             if any(module == found.module for pieces in self.weights.values() for found in pieces.values()):
                 continue  # its weight has a problem already
-            for leaf, entry in leaves.items():
-                if leaf == naming.BIAS:
-                    self.problem(entry, "is a bias of a linear that has none here")
-                else:
-                    self.problem(entry, "has no weight beside it: nothing would consume it")
+            for entry in leaves.values():
+                self.problem(entry, "has no weight beside it: nothing would consume it")
 
     def _check_plain(self, name: str, wanted: Expected) -> None:
         entry = self.plan.plain.get(name)
@@ -220,7 +215,7 @@ class _Builder:
             return
         if entry.shape != wanted.shape:
             self.problem(entry, f"has the shape {list(entry.shape)}, the model's {name} has {list(wanted.shape)}")
-        if entry.dtype not in ("F32", "F16", "BF16"):
+        if entry.dtype not in FLOATS:
             self.problem(entry, f"is {entry.dtype}, but {name} takes values")
 
     def _note_rounded(self, expected: Mapping[str, Expected]) -> None:
@@ -276,34 +271,13 @@ def _assemble(
             f"{entry.file}: tensor {entry.name!r} makes {name}.weight {list(found)}, the model has {list(shape)}"
         )
     if len(order) == 1:
-        segments = _segments_of_one(name, pieces[order[0]].entry, codings[order[0]], order[0], plan)
+        segments = plan.detection.layout.segments(name, entry, codings[order[0]], plan.architecture)
     else:
-        segments = [Segment(pieces[part].entry, codings[part], 0, rows[part]) for part in order]
+        segments = tuple(Segment(pieces[part].entry, codings[part], 0, rows[part]) for part in order)
     parts = {part: (sum(rows[before] for before in order[:at]), rows[part]) for at, part in enumerate(order)}
-    return StoredLinear(name, found, tuple(segments), parts)
+    return StoredLinear(name, found, segments, parts)
 
 
 _PARTS: dict[frozenset[str], tuple[str, ...]] = {
-    frozenset(parts): parts for parts in [("",), ("swapped",), ("q", "k", "v"), ("gate", "up")]
+    frozenset(parts): parts for parts in [("",), ("q", "k", "v"), ("gate", "up")]
 }
-
-
-def _segments_of_one(name: str, entry: Entry, coding: Coding, part: str, plan: Plan) -> Iterable[Segment]:
-    rows = entry.shape[0]
-    arch = plan.architecture
-    if part == "swapped":
-        half = rows // 2
-        return [Segment(entry, coding, half, half), Segment(entry, coding, 0, half)]
-    if arch is None or plan.detection.layout is not Layout.GROUPED or not name.endswith(".attn.qkv_proj"):
-        return [Segment(entry, coding, 0, rows)]
-    head = arch.attention_head_dim
-    if isinstance(coding, Scaled) and head % coding.row_block and coding.row_block < rows:
-        raise H3QuantError(
-            f"{entry.file}: tensor {entry.name!r} has one scale for {coding.row_block} rows, which straddles heads of"
-            f" {head}: it cannot be reordered with the weight; convert the checkpoint with blocks that divide {head}"
-        )
-    return [
-        Segment(entry, coding, (3 * index + third) * head, head)
-        for third in range(3)
-        for index in range(arch.num_attention_heads)
-    ]

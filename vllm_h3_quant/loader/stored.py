@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
 from itertools import groupby
 
 import torch
@@ -49,14 +50,21 @@ class StoredLinear:
     parts: Mapping[str, tuple[int, int]]
 
     @property
-    def coding(self) -> Coding:
-        """The coding of its first rows; of all of them where the checkpoint is quantized as a whole."""
-        return self.segments[0].coding
+    def coding(self) -> str:
+        """How its numbers are coded: one description, or those of its parts where they differ, joined by ``+``."""
+        return " + ".join(sorted({segment.coding.describe for segment in self.segments}))
 
     @property
     def has_values(self) -> bool:
         """Whether a part of it, or all, is stored as values."""
         return any(isinstance(segment.coding, Values) for segment in self.segments)
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """Of its values: the widest that it is stored in, or bf16 where a part of it is codes."""
+        if not all(isinstance(segment.coding, Values) for segment in self.segments):
+            return torch.bfloat16
+        return reduce(torch.promote_types, (segment.entry.torch_dtype for segment in self.segments))
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -68,18 +76,19 @@ class StoredLinear:
 
     @property
     def rotation(self) -> int:
-        """Group of this package's rotation of its codes, 0 for none."""
-        return self.coding.rotation if isinstance(self.coding, Scaled) else 0
+        """Group of this package's rotation that all its codes were made after; 0 for none, or not one for all."""
+        found = {segment.coding.rotation if isinstance(segment.coding, Scaled) else 0 for segment in self.segments}
+        return found.pop() if len(found) == 1 else 0
 
     def has_codes(self, fmt: CodeFormat) -> bool:
-        """Whether its codes can be used as they are by a linear of ``fmt``: one scale a row, one rotation."""
-        return all(
-            isinstance(segment.coding, Scaled)
-            and segment.coding.by_rows
-            and segment.coding.rotation == self.rotation
-            and segment.entry.torch_dtype is fmt.dtype
-            for segment in self.segments
-        )
+        """Whether all its codes can be used as they are by a linear of ``fmt``: one scale a row, one rotation."""
+        rotations = set()
+        for segment in self.segments:
+            coding = segment.coding
+            if not isinstance(coding, Scaled) or not coding.by_rows or segment.entry.torch_dtype is not fmt.dtype:
+                return False
+            rotations.add(coding.rotation)
+        return len(rotations) == 1
 
     def whole(self) -> torch.Tensor | None:
         """Its codes or values mapped from the file, where the file has them as the model does; None elsewhere."""
@@ -91,7 +100,7 @@ class StoredLinear:
     def row_scale(self, first: int, count: int) -> torch.Tensor:
         """``(count, 1)`` fp32 scales of the rows from ``first`` on, on the host; for :meth:`has_codes`."""
         cuts = [cut for _, cut in self._cut(first, count)]
-        return torch.cat([cut.coding.row_scale(cut.file_row, cut.rows) for cut in cuts])  # type: ignore[union-attr]
+        return torch.cat([cut.coding.row_scale(cut.file_row, cut.rows) for cut in cuts])  # type: ignore[attr-defined]
 
     def codes(self, first: int, count: int) -> torch.Tensor:
         """``(count, K)`` codes of the rows from ``first`` on, on the host."""
@@ -102,8 +111,8 @@ class StoredLinear:
     def values(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
         """``(count, K)`` values of the rows from ``first`` on, on the host; mapped where they are stored so."""
         cuts = list(self._cut(first, count))
-        if len(cuts) == 1 and isinstance(self.coding, Values) and cuts[0][1].entry.torch_dtype is dtype:
-            cut = cuts[0][1]
+        cut = cuts[0][1] if len(cuts) == 1 else None
+        if cut is not None and isinstance(cut.coding, Values) and cut.entry.torch_dtype is dtype:
             return mapped(cut.entry)[cut.file_row : cut.file_row + cut.rows]
         target = torch.empty(count, self.shape[1], dtype=dtype)
         self.fill(target, first)

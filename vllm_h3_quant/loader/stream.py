@@ -12,33 +12,38 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 
 from vllm_h3_quant.errors import H3QuantError
-from vllm_h3_quant.loader import naming
 from vllm_h3_quant.loader.architecture import ROPE, Architecture
 from vllm_h3_quant.loader.coding import Values
+from vllm_h3_quant.loader.formats import split
+from vllm_h3_quant.loader.formats.base import Layout
+from vllm_h3_quant.loader.formats.beside import WEIGHT
+from vllm_h3_quant.loader.formats.pruned import CURVE
 from vllm_h3_quant.loader.header import Entry
 from vllm_h3_quant.loader.plan import Plan
 from vllm_h3_quant.loader.reader import mapped
 from vllm_h3_quant.loader.stored import StoredLinear
+from vllm_h3_quant.upstream.curve import TABLE
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 Done = Callable[[Entry], None]
 
-CURVE_TABLE = "time_embedder.table"
-"""The model's name of a pruned checkpoint's curve (``upstream/curve.py``)."""
 
-
-def transformer_stream(plan: Plan, taken: Collection[str], *, diffusers: bool, arrive: Done, done: Done) -> Tensors:
+def transformer_stream(plan: Plan, taken: Collection[str], *, wanted: Layout, arrive: Done, done: Done) -> Tensors:
     """The tensors of a DiT, in the order of files and bytes.
 
     Args:
         plan: of its checkpoint, without problems.
         taken: linears that read their weight by themselves.
-        diffusers: whether the engine's model expects Diffusers names, as it does for FastVideo's modular releases.
+        wanted: the layout in which the engine's model takes them
+            (:func:`~vllm_h3_quant.loader.formats.engine_layout`).
         arrive: called with each tensor of the checkpoint before it is due.
         done: called with each once the engine has asked for the next.
+
+    Raises:
+        H3QuantError: the engine takes parts of fused weights under names that the checkpoint does not have.
     """
-    if diffusers:
-        yield from _diffusers_stream(plan, taken, arrive, done)
+    if not wanted.fused:
+        yield from _stream_as_stored(plan, taken, wanted, arrive, done)
         return
     last = {linear.entries[-1]: linear for linear in plan.linears.values()}
     parts = {entry for linear in plan.linears.values() for entry in linear.entries}
@@ -51,12 +56,12 @@ def transformer_stream(plan: Plan, taken: Collection[str], *, diffusers: bool, a
             if linear.name in taken:
                 yield f"{linear.name}.weight", _stand_in(linear.shape)
             else:
-                yield f"{linear.name}.weight", _native_weight(linear, plan)
+                yield f"{linear.name}.weight", _weight(linear, plan, wanted)
         elif entry not in parts:
             arrive(entry)
             if entry in names:
                 name = names[entry]
-                yield CURVE_TABLE if name == naming.CURVE else name, mapped(entry)
+                yield TABLE if name == CURVE else name, mapped(entry)
         done(entry)
     if ROPE not in plan.plain and plan.architecture is not None:
         yield ROPE, rope_frequencies(plan.architecture)
@@ -74,7 +79,7 @@ def encoder_stream(plan: Plan, taken: Collection[str], *, arrive: Done, done: Do
                 if linear.name in taken:
                     yield name, _stand_in((rows, linear.shape[1]))
                 else:
-                    yield name, linear.values(first, rows, _value_dtype(linear))
+                    yield name, linear.values(first, rows, linear.value_dtype)
         elif entry in names:
             yield names[entry], mapped(entry)
         done(entry)
@@ -87,10 +92,10 @@ def rope_frequencies(architecture: Architecture) -> torch.Tensor:
     return 1.0 / architecture.rope_theta**exponents
 
 
-def _diffusers_stream(plan: Plan, taken: Collection[str], arrive: Done, done: Done) -> Tensors:
-    if plan.detection.layout.name != "DIFFUSERS":
+def _stream_as_stored(plan: Plan, taken: Collection[str], wanted: Layout, arrive: Done, done: Done) -> Tensors:
+    if plan.detection.layout != wanted:
         raise H3QuantError(
-            f"{plan.checkpoint.place}: the engine expects Diffusers names in this model, but it is a"
+            f"{plan.checkpoint.place}: the engine expects {wanted.named} names in this model, but it is a"
             f" {plan.detection.name} checkpoint; serve it in a folder of MiniMax-H3's own layout (FL2VA/transformer)"
         )
     linears = {entry: linear for linear in plan.linears.values() for entry in linear.entries}
@@ -111,19 +116,18 @@ def _diffusers_stream(plan: Plan, taken: Collection[str], arrive: Done, done: Do
         done(entry)
 
 
-def _native_weight(linear: StoredLinear, plan: Plan) -> torch.Tensor:
-    """A weight with its rows as MiniMax's own release has them, which is what the engine reorders."""
-    grouped = linear.name.endswith(".attn.qkv_proj")
-    if isinstance(linear.coding, Values) and len(linear.entries) == 1:
-        only = linear.entries[0]
-        in_order = [s.file_row for s in linear.segments] == sorted(s.file_row for s in linear.segments)
-        if (plan.detection.layout.name == "GROUPED" and grouped) or (in_order and not grouped):
-            return mapped(only)
-    values = linear.values(0, linear.shape[0], _value_dtype(linear))
-    if not grouped or plan.architecture is None:
-        return values
-    heads, width = plan.architecture.num_attention_heads, plan.architecture.attention_head_dim
-    return values.reshape(3, heads, width, -1).transpose(0, 1).reshape(values.shape)
+def _weight(linear: StoredLinear, plan: Plan, wanted: Layout) -> torch.Tensor:
+    """A weight with its rows as the engine wants them, which reorders them itself."""
+    rows = linear.shape[0]
+    only = linear.segments[0]
+    stored = [(segment.file_row, segment.rows) for segment in linear.segments]
+    if (
+        isinstance(only.coding, Values)
+        and len(linear.entries) == 1
+        and stored == wanted.runs(linear.name, rows, plan.architecture)
+    ):
+        return mapped(only.entry)
+    return wanted.reordered(linear.name, linear.values(0, rows, linear.value_dtype), plan.architecture)
 
 
 def _encoder_parts(plan: Plan, linear: StoredLinear, entry: Entry) -> list[tuple[str, int, int]]:
@@ -131,17 +135,12 @@ def _encoder_parts(plan: Plan, linear: StoredLinear, entry: Entry) -> list[tuple
     part = next(name for name, owner in _owners(linear).items() if owner == entry)
     if part:
         return [(entry.name, *linear.parts[part])]
-    for fused, apart in _FUSED.items():
-        if linear.name.endswith(fused):
-            sizes = _encoder_widths(plan, linear, fused)
-            starts = [sum(sizes[:index]) for index in range(len(sizes))]
-            stem = entry.name.removesuffix(f"{fused}.weight")
-            names = [f"{stem}{name}.weight" for name in apart]
-            return list(zip(names, starts, sizes, strict=True))
-    return [(entry.name, 0, linear.shape[0])]
-
-
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    module, _ = split(entry.name)
+    found, first = [], 0
+    for name, rows in plan.detection.layout.taken_apart(module, linear.shape[0], plan.checkpoint):
+        found.append((f"{name}.{WEIGHT}", first, rows))
+        first += rows
+    return found
 
 
 def _owners(linear: StoredLinear) -> dict[str, Entry]:
@@ -154,25 +153,6 @@ def _owners(linear: StoredLinear) -> dict[str, Entry]:
                 found[part] = segment.entry
             begin += segment.rows
     return found
-
-
-def _encoder_widths(plan: Plan, linear: StoredLinear, fused: str) -> list[int]:
-    if fused == "gate_up_proj":
-        return [linear.shape[0] // 2] * 2
-    config = plan.checkpoint.config.get("text_config", plan.checkpoint.config)
-    try:
-        heads, groups = int(config["num_attention_heads"]), int(config["num_key_value_heads"])
-    except (KeyError, TypeError, ValueError):
-        raise H3QuantError(
-            f"{plan.checkpoint.place / 'config.json'}: states no num_attention_heads and num_key_value_heads, which"
-            f" {linear.name} is split by"
-        ) from None
-    head = linear.shape[0] // (heads + 2 * groups)
-    return [heads * head, groups * head, groups * head]
-
-
-def _value_dtype(linear: StoredLinear) -> torch.dtype:
-    return linear.entries[0].torch_dtype if isinstance(linear.coding, Values) else torch.bfloat16
 
 
 def _stand_in(shape: tuple[int, ...]) -> torch.Tensor:
