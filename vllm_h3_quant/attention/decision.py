@@ -8,8 +8,7 @@ from vllm_h3_quant.attention.request import AttentionRequest
 from vllm_h3_quant.config.schema import Method
 from vllm_h3_quant.errors import H3QuantError
 from vllm_h3_quant.kernels import attention as kernels
-from vllm_h3_quant.kernels.backend import Capability, NoBackend
-from vllm_h3_quant.methods.device import told
+from vllm_h3_quant.kernels.backend import Capability, NoBackend, told
 
 AUTO = "auto"
 AUTO_ERROR_BOUND: dict[Method, float] = {Method.FP8: kernels.SHARP_ERROR["fp8"], Method.INT8: 0.05}

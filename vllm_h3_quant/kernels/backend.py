@@ -32,5 +32,10 @@ def out_of_range(capabilities: tuple[Capability, Capability] | None, capability:
     return None
 
 
+def told(name: str, capability: Capability | None) -> str:
+    """A device for messages: its name, and its compute capability where it has one."""
+    return name if capability is None else f"{name} (sm_{_sm(capability)})"
+
+
 def _sm(capability: Capability) -> int:
     return capability[0] * 10 + capability[1]

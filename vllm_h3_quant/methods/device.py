@@ -8,7 +8,7 @@ from vllm.platforms import current_platform
 
 from vllm_h3_quant.config.schema import Method
 from vllm_h3_quant.errors import H3QuantError
-from vllm_h3_quant.kernels.backend import Capability, NoBackend
+from vllm_h3_quant.kernels.backend import Capability, NoBackend, told
 from vllm_h3_quant.kernels.gemm import BACKENDS, Backend, select
 from vllm_h3_quant.kernels.gemm_library import bind_vllm_cutlass
 from vllm_h3_quant.methods.formats import FORMATS
@@ -34,11 +34,6 @@ def device_capability() -> Capability | None:
 def device_name() -> str:
     """The device's name for messages."""
     return str(current_platform.get_device_name())
-
-
-def told(name: str, capability: Capability | None) -> str:
-    """A device for messages: its name, and its compute capability where it has one."""
-    return name if capability is None else f"{name} (sm_{capability[0]}{capability[1]})"
 
 
 def lowest_capability(method: Method) -> int:
