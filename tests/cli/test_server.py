@@ -35,6 +35,12 @@ print("(Worker pid=7) \\x1b[31mH3QuantError: unknown method 'h3_fp9'\\x1b[0m")
 print("shutting down")
 sys.exit(3)
 """
+REFUSED = """
+import sys
+print("WARNING: this can cause errors like `OSError: [Errno 24] Too many open files`")
+print("(APIServer pid=7) vllm: error: unknown method 'h3_fp9'", file=sys.stderr)
+sys.exit(1)
+"""
 SILENT = "import time; print('still loading', flush=True); time.sleep(600)"
 
 
@@ -125,6 +131,13 @@ def test_early_death_is_noticed_at_once_and_told_in_one_line(play: Callable[[str
     assert str(caught.value) == (f"the server ended with status 3: H3QuantError: unknown method 'h3_fp9' (log: {log})")
     last = ("loading", "(Worker pid=7) H3QuantError: unknown method 'h3_fp9'", "shutting down")
     assert caught.value.log_tail == last
+
+
+def test_our_own_line_is_told(play: Callable[[str], Path], tmp_path: Path) -> None:
+    """The engine's log names other errors by the way."""
+    says = "status 1: vllm: error: unknown method 'h3_fp9'"
+    with pytest.raises(ServerError, match=says), serving(Server(tmp_path, log=play(REFUSED))):
+        pytest.fail("the block must not run")
 
 
 def test_silent_server_is_ended_after_the_timeout(play: Callable[[str], Path], tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import multiprocessing
 import pickle
+import signal
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -209,6 +212,31 @@ class TestWorker:
             self.worker(ValueError("the engine's"), pipe)
         assert pipe.sent == []
 
+    def test_the_others_are_ended(self) -> None:
+        """One ends by itself, one waits for a peer in its clean-up; a process of before is left alone."""
+        spawn = multiprocessing.get_context("fork")
+        mine = spawn.Process(target=time.sleep, args=(60,))
+        ended, stuck = spawn.Process(target=time.sleep, args=(0.1,)), spawn.Process(target=_stays)
+        mine.start()
+
+        def launch_workers(self: Any) -> None:
+            ended.start()
+            stuck.start()
+            time.sleep(0.5)  # for the signal's handler
+            raise H3QuantError("a line")
+
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(startup.end_processes, "__defaults__", (1.0,))
+                with pytest.raises(H3QuantError, match="a line"):
+                    startup._with_no_worker_left(launch_workers)(None)
+            assert ended.exitcode == 0
+            assert stuck.exitcode == -signal.SIGKILL
+            assert mine.is_alive()
+        finally:
+            mine.kill()
+            mine.join()
+
     def test_the_parent_reads_the_status(self) -> None:
         import inspect
 
@@ -217,6 +245,11 @@ class TestWorker:
         assert 'data["status"]' in inspect.getsource(MultiprocDiffusionExecutor._launch_workers)
         with pytest.raises(H3QuantError, match="a line"):
             Refusal("a line")["status"]
+
+
+def _stays() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(60)
 
 
 def test_only_what_was_raised_from_ours_is_ours() -> None:

@@ -23,7 +23,7 @@ _PORTS = range(20000, 32000)
 _POLL_S = 0.25
 _STOP_GRACE_S = 20.0
 _TAIL_LINES = 20
-_ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception): ")
+_ERROR_LINE = re.compile(r"\b(?:vllm: error|\w*(?:Error|Exception)): ")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 

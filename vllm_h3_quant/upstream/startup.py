@@ -7,7 +7,9 @@ engine and API server runs first; ``OmniServeCommand.validate(self, args)`` in `
 in ``entrypoints.cli.main``, the command line before and around it; ``OmniEngineBase._bootstrap_orchestrator`` and
 ``._wait_for_orchestrator_init`` in ``engine.omni_engine_base``, between which a failed start crosses threads as a
 future; ``WorkerProc.worker_main`` in ``diffusion.worker.diffusion_worker``, whose parent reads ``["status"]`` of what
-comes through ``pipe_writer``. The loggers of the modules in ``_LOGGERS`` print the same exception on its way.
+comes through ``pipe_writer``; ``MultiprocDiffusionExecutor._launch_workers`` in
+``diffusion.executor.multiproc_executor``, that parent, which leaves the other workers behind: one that waits for a peer
+in its own clean-up lets no process end. The loggers of the modules in ``_LOGGERS`` print the same exception on its way.
 Where a symbol has moved nothing is wrapped: starts go as without this module. When they move: look for where the engine
 first uses the model's name, and who prints what a stage raises.
 """
@@ -16,8 +18,10 @@ from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 from vllm_h3_quant.errors import H3QuantError
@@ -29,6 +33,7 @@ _SERVE = "vllm_omni.entrypoints.cli.serve"
 _MAIN = "vllm_omni.entrypoints.cli.main"
 _ENGINE = "vllm_omni.engine.omni_engine_base"
 _WORKER = "vllm_omni.diffusion.worker.diffusion_worker"
+_EXECUTOR = "vllm_omni.diffusion.executor.multiproc_executor"
 SYMBOLS = (
     Symbol("vllm-omni", _BASE, "OmniBase.__init__", ("self", "model", "kwargs")),
     Symbol("vllm-omni", _SERVE, "OmniServeCommand.validate", ("self", "args")),
@@ -36,9 +41,12 @@ SYMBOLS = (
     Symbol("vllm-omni", _ENGINE, "OmniEngineBase._bootstrap_orchestrator", ("self", "startup_future")),
     Symbol("vllm-omni", _ENGINE, "OmniEngineBase._wait_for_orchestrator_init", ("self", "startup_future")),
     Symbol("vllm-omni", _WORKER, "WorkerProc.worker_main", ("rank", "od_config", "pipe_writer")),
+    Symbol("vllm-omni", _EXECUTOR, "MultiprocDiffusionExecutor._launch_workers", ("self",)),
 )
 _LOGGERS = (_ENGINE, "vllm_omni.engine.stage_runtime")
 _ORIGINAL = "_h3_quant_original"
+GRACE_S = 5.0
+"""For a worker to end after it was told, twice at most."""
 
 Check = Callable[[Mapping[str, Any]], None]
 Explain = Callable[[Mapping[str, Any]], str | None]
@@ -61,6 +69,7 @@ def install(check: Check, explain: Explain) -> None:
         "OmniEngineBase._bootstrap_orchestrator": _left_to_future,
         "OmniEngineBase._wait_for_orchestrator_init": _as_ours,
         "WorkerProc.worker_main": _told_to_parent,
+        "MultiprocDiffusionExecutor._launch_workers": _with_no_worker_left,
     }
     for module in dict.fromkeys(symbol.module for symbol in SYMBOLS):
         after_import(module, functools.partial(_wrap, module, wrappers))
@@ -189,6 +198,32 @@ def _told_to_parent(original: Callable[..., Any]) -> Callable[..., Any]:
             raise SystemExit(1) from None
 
     return worker_main
+
+
+def _with_no_worker_left(original: Callable[..., Any]) -> Callable[..., Any]:
+    """End the workers of a launch that an error of ours ended."""
+
+    def launch_workers(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = set(multiprocessing.active_children())
+        try:
+            return original(self, *args, **kwargs)
+        except H3QuantError:
+            end_processes(set(multiprocessing.active_children()) - before)
+            raise
+
+    return launch_workers
+
+
+def end_processes(processes: Iterable[Any], grace_s: float = GRACE_S) -> None:
+    """Wait for processes to end by themselves, ask those that do not, and kill those that do not then."""
+    left = list(processes)
+    for ask in (None, "terminate", "kill"):
+        for process in left if ask else ():
+            getattr(process, ask)()
+        deadline = time.monotonic() + grace_s
+        for process in left:
+            process.join(max(0.0, deadline - time.monotonic()))
+        left = [process for process in left if process.is_alive()]
 
 
 class _WithoutTraceback(logging.Filter):
