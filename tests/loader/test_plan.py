@@ -421,6 +421,21 @@ def test_text_encoder_bias(tmp_path: Path) -> None:
     assert problem.endswith(f"tensor '{name}.bias' is a bias of a linear that has none here")
 
 
+def test_an_exports_codes_have_nothing_else_beside_them(tmp_path: Path) -> None:
+    """Its metadata says how they were made; a marker of another writer says something else of them."""
+    name = "model.language_model.layers.0.mlp.down_proj"
+    stated = json.dumps({"format": "float8_e4m3fn", "convrot": True, "convrot_groupsize": 4}).encode()
+    tensors = {
+        f"{name}.weight": rows(4).to(torch.float8_e4m3fn),
+        f"{name}.weight_scale": torch.ones(4, 1),
+        f"{name}.comfy_quant": torch.tensor(list(stated), dtype=torch.uint8),
+    }
+    made = {"format": "vllm-h3-quant", f"linear.{name}": json.dumps({"format": "fp8", "rotation": 0})}
+    save_file(tensors, tmp_path / "m.safetensors", metadata=made)
+    (problem,) = plan_text_encoder(open_checkpoint(tmp_path), 1).problems
+    assert f"tensor '{name}.comfy_quant' belongs to no export" in problem
+
+
 def test_text_encoder_reads_only_the_layers_in_use(native_h3: Path) -> None:
     folder = native_h3 / "FL2VA" / "text_encoder"
     assert len(plan_text_encoder(open_checkpoint(folder), 1).linears) == 4

@@ -20,7 +20,7 @@ class Progress:
     """
 
     def __init__(self, plan: Plan, title: str, *, shown: bool) -> None:
-        self._last = {linear.entries[-1] for linear in plan.linears.values()}
+        self._last = {linear.due for linear in plan.linears.values()}
         self._linears = 0
         self._bar: Any = tqdm(
             total=plan.checkpoint.nbytes,

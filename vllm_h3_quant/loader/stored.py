@@ -71,6 +71,11 @@ class StoredLinear:
         return tuple(dict.fromkeys(segment.entry for segment in self.segments))
 
     @property
+    def due(self) -> Entry:
+        """The tensor with which it is handed over as a whole: its last part."""
+        return self.entries[-1]
+
+    @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries)
 

@@ -45,7 +45,7 @@ def transformer_stream(plan: Plan, taken: Collection[str], *, wanted: Layout, ar
     if not wanted.fused:
         yield from _stream_as_stored(plan, taken, wanted, arrive, done)
         return
-    last = {linear.entries[-1]: linear for linear in plan.linears.values()}
+    last = {linear.due: linear for linear in plan.linears.values()}
     parts = {entry for linear in plan.linears.values() for entry in linear.entries}
     names = {entry: name for name, entry in plan.plain.items()}
     for entry in plan.checkpoint.entries.values():
