@@ -1,11 +1,8 @@
-"""One rank of Ulysses: a block with and without fusion over this rank's tokens; prints edges and whether bytes agree.
-
-python ulysses_ranks.py RANK RANKS PORT
-"""
+"""One rank of Ulysses: a block with and without fusion over this rank's tokens; says edges and whether bytes agree."""
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,18 +21,18 @@ METHODS: tuple[dict[str, Any], ...] = (
 )
 
 
-def main(rank: int, ranks: int, port: int) -> None:
+def serve(rank: int, ranks: int, port: int, out: Path) -> None:
+    """Write two lines for each method into a file of this rank in ``out``."""
     from vllm_omni.platforms import current_omni_platform
 
     plugin.register()
     device = current_omni_platform.get_torch_device(rank)
     with process_groups(rank=rank, ulysses=ranks, port=port), torch.inference_mode():
         bind_engine_kernels()
-        for method in METHODS:
-            compare(method, device, rank, ranks)
+        (out / str(rank)).write_text("".join(compare(method, device, rank, ranks) for method in METHODS))
 
 
-def compare(method: dict[str, Any], device: torch.device, rank: int, ranks: int) -> None:
+def compare(method: dict[str, Any], device: torch.device, rank: int, ranks: int) -> str:
     on_gpu = device.type == "cuda"
     shape, tokens = (H3, 16384) if on_gpu else (TINY, 64)
     degrees = {"ulysses_degree": ranks, "sequence_parallel_size": ranks}
@@ -48,9 +45,5 @@ def compare(method: dict[str, Any], device: torch.device, rank: int, ranks: int)
     with engine_config(None, **degrees):
         one, other = (model(x[mine], **arguments) for model in (fused, plain))
     same = torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-    print("edges", *(obstacle or "fused" for obstacle in obstacles(fused).values()), sep="|")
-    print("same", same, bool((one - x[mine]).abs().max() > 0), flush=True)
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    edges = "|".join(("edges", *(obstacle or "fused" for obstacle in obstacles(fused).values())))
+    return f"{edges}\nsame {same} {bool((one - x[mine]).abs().max() > 0)}\n"

@@ -1,16 +1,8 @@
-"""Run requests on two ranks in each way to hold the weights, and save each rank's latents and host memory.
-
-    python offload_ranks.py OUT_DIR '{"name": {"model": ROOT, "config": {...}, "fields": {}, "split": "ulysses"}, ...}'
-
-Writes ``OUT_DIR/NAME.rankR.pt``: ``latents`` of two requests and ``held``, in bytes by kind. ``split`` is a key of
-:data:`SPLITS`.
-"""
+"""Run requests on two ranks in each way to hold the weights, and save each rank's latents and host memory."""
 
 from __future__ import annotations
 
 import gc
-import json
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -32,16 +24,24 @@ SPLITS: dict[str, dict[str, Any]] = {
 }
 
 
-def serve(rank: int, out: str, runs: str) -> None:
+def serve(rank: int, out: Path, runs: dict[str, dict[str, Any]]) -> None:
+    """One of two ranks. Writes ``OUT/NAME.rankR.pt``: ``latents`` of two requests and ``held``, in bytes by kind.
+
+    Args:
+        rank: 0 or 1.
+        out: a folder.
+        runs: by name a ``model``'s root, its ``config``, further ``fields`` of the engine, and ``split``, a key of
+            :data:`SPLITS`.
+    """
     torch.set_num_threads(1)
     sharing.SMALLEST = 4096  # a block of the tiny model is smaller than what is worth sharing
     found: dict[str, list[tuple[str, Any]]] = {split: [] for split in SPLITS}
-    for name, run in json.loads(runs).items():
+    for name, run in runs.items():
         found[run["split"]].append((name, run))
     for split, group in found.items():
-        with process_groups(rank=rank, port=port_of(split, rank, Path(out)), **{split: 2}):
+        with process_groups(rank=rank, port=port_of(split, rank, out), **{split: 2}):
             for name, run in group:
-                torch.save(serve_one(rank, run), Path(out) / f"{name}.rank{rank}.pt")
+                torch.save(serve_one(rank, run), out / f"{name}.rank{rank}.pt")
                 gc.collect()
                 torch.distributed.barrier()
 
@@ -86,11 +86,3 @@ def serve_one(rank: int, run: dict[str, Any]) -> dict[str, Any]:
     if backend is not None:
         backend.shutdown()
     return result
-
-
-def main(out: str, runs: str) -> None:
-    torch.multiprocessing.spawn(serve, (out, runs), nprocs=2)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -36,6 +36,7 @@ def block() -> nn.Module:
 
 
 def held_for(call: Any) -> tuple[Any, int, int]:
+    gc.collect()  # or what other tests held may go meanwhile
     before = pages.held()
     result = call()
     after = pages.held()

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 import torch
 from dit_requests import Load
-from engine_process import environment
 from harness.denoise import denoise, denoise_inputs
-from offload_ranks import CLIP, STEPS
+from offload_ranks import CLIP, STEPS, serve
 
 from vllm_h3_quant.export.config import parse_request
 from vllm_h3_quant.export.run import export
 
-SCRIPT = Path(__file__).with_name("offload_ranks.py")
 LAYERWISE = {"enable_layerwise_offload": True}
 RANK_LOCAL = {"enable_distributed_layerwise_offload": True, "dlo_use_allgather": False}
 ALLGATHER = {"enable_distributed_layerwise_offload": True}
@@ -54,14 +50,7 @@ def found(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         "hsdp host": (tiny, HOST, {}, "hsdp"),
     }
     named = {name: dict(zip(("model", "config", "fields", "split"), run, strict=True)) for name, run in runs.items()}
-    done = subprocess.run(
-        [sys.executable, SCRIPT, out, json.dumps(named)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    children.run(serve, [(rank, out, named) for rank in (0, 1)], limit=280)
     return {name: [torch.load(out / f"{name}.rank{rank}.pt") for rank in (0, 1)] for name in runs}
 
 

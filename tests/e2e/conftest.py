@@ -21,6 +21,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(600))
 
 
+@pytest.fixture(scope="module")
+def exhaustive(request: pytest.FixtureRequest) -> bool:
+    """Whether tests of this file run that are marked so, and engines are started for them."""
+    return any(item.path == request.path and item.get_closest_marker("exhaustive") for item in request.session.items)
+
+
 @pytest.fixture(scope="session")
 def clips(tiny_h3: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Generated]:
     """One clip for each of :data:`RUNS`, each from an engine of its own."""

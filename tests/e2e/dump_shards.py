@@ -1,32 +1,35 @@
-"""Load the tiny model on some ranks and save each rank's quantized linears.
-
-    python dump_shards.py OUT_DIR RANKS '{"name": {"model": ROOT, "config": {"method": "h3_fp8"}}, ...}'
-
-Writes ``OUT_DIR/NAME.rankR.safetensors``. The text encoder is sharded like the DiT.
-"""
+"""Load the tiny model on some ranks and save each rank's quantized linears."""
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import torch
-from harness.engine import free_port, load_pipeline, process_groups
+from harness.engine import load_pipeline, process_groups
 from safetensors.torch import save_file
 
 from vllm_h3_quant.methods.base import H3LinearMethod
 
 
-def dump(rank: int, out: str, ranks: int, port: int, loads: str) -> None:
+def dump(rank: int, out: Path, ranks: int, port: int, loads: dict[str, dict[str, Any]]) -> None:
+    """One of some ranks. Writes ``OUT/NAME.rankR.safetensors``; the text encoder is sharded like the DiT.
+
+    Args:
+        rank: from 0.
+        out: a folder.
+        ranks: how many there are.
+        port: where they meet.
+        loads: by name a ``model``'s root and its ``config``.
+    """
     from vllm_omni.diffusion.data import DiffusionParallelConfig
 
     parallel = DiffusionParallelConfig(tensor_parallel_size=ranks, text_encoder_tp_size=ranks)
     with process_groups(rank=rank, tensor_parallel=ranks, port=port):
-        for name, load in json.loads(loads).items():
+        for name, load in loads.items():
             root, config = Path(load["model"]), load["config"]
             pipeline = load_pipeline(root, config, rank=rank, parallel_config=parallel, num_gpus=ranks)
-            save_file(shards(pipeline), str(Path(out) / f"{name}.rank{rank}.safetensors"))
+            save_file(shards(pipeline), str(out / f"{name}.rank{rank}.safetensors"))
 
 
 def shards(pipeline: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -39,11 +42,3 @@ def shards(pipeline: torch.nn.Module) -> dict[str, torch.Tensor]:
             tensors[f"{name}.widths"] = torch.tensor(module.logical_widths)
             tensors[f"{name}.row_parallel"] = torch.tensor(module.input_size_per_partition != module.input_size)
     return tensors
-
-
-def main(out: str, ranks: str, loads: str) -> None:
-    torch.multiprocessing.spawn(dump, (out, int(ranks), free_port(), loads), nprocs=int(ranks))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -7,6 +7,7 @@ Writes ``OUT_DIR/NAME.log``, output and errors, and ``OUT_DIR/NAME.status``, the
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -28,6 +29,8 @@ if __name__ == "__main__":
     import vllm_omni.entrypoints.openai.api_server  # noqa: F401
     from vllm.entrypoints.cli.main import main
 
+    # A command collects garbage again and again, and would look at all of this each time.
+    gc.freeze()
     out, lines = Path(sys.argv[1]), json.loads(sys.argv[2])
     for name, arguments in lines.items():
         pid = start(out / f"{name}.log")

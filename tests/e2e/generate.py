@@ -12,6 +12,7 @@ given at once and their LoRA); it leaves
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import logging
 import os
@@ -34,6 +35,9 @@ def main(model: str, out: str, runs: str) -> None:
         arguments = run.get("arguments", {})
         before = copy.deepcopy(arguments)
         os.environ.update({"VLLM_H3_QUANT_REPORT": str(Path(out) / f"{name}.json"), **run.get("env", {})})
+        # The engine collects garbage at each start and end, and would look at all that is imported each time.
+        gc.collect()
+        gc.freeze()
         print(f"## {name} starts", flush=True)
         for logger in map(logging.getLogger, run.get("debug", [])):
             logger.setLevel(logging.DEBUG)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,6 @@ FORMATS: dict[str, str] = {
 }
 """Formats and the method that each is served with."""
 
-OFTEN = ("diffusers_bf16", "comfy_fp8", "comfy_int8_convrot", "modelopt_nvfp4")
-"""One of each way in: an engine's start takes ten seconds, and ``tests/loader/test_intake.py`` holds every weight of
-all formats. ``VLLM_H3_QUANT_ALL_FORMATS=1`` runs the others too."""
-
-CHOSEN = FORMATS if os.environ.get("VLLM_H3_QUANT_ALL_FORMATS") else {name: FORMATS[name] for name in OFTEN}
-
 ONLINE = ("bf16", "string_fp8", "string_int8", "full_int8")
 """Runs of the other clips' tests that these are compared with. They are made again: these tests run beside those."""
 
@@ -43,7 +36,7 @@ def served(tiny_h3: Path, exports: dict[str, Path], tmp_path_factory: pytest.Tem
     folder = tmp_path_factory.mktemp("formats")
     runs: dict[str, dict[str, Any]] = {name: RUNS[name] | {"requests": 1} for name in ONLINE} | {
         name: {"model": str(write_format(tiny_h3, folder / name, name)), "arguments": {"quantization": method}}
-        for name, method in CHOSEN.items()
+        for name, method in FORMATS.items()
     }
     curve = write_format(tiny_h3, folder / "pruned_curve", "pruned_curve")
     runs["pruned_curve"] = {
@@ -73,14 +66,7 @@ def same(one: Generated, other: Generated) -> bool:
     return all(np.array_equal(one.arrays[kind], other.arrays[kind]) for kind in ("video0", "audio0"))
 
 
-def of(names: list[Any]) -> list[Any]:
-    """Parameters, those of formats that are not served now as skipped."""
-    left_out = pytest.mark.skip(reason="set VLLM_H3_QUANT_ALL_FORMATS=1")
-    values = [name if isinstance(name, tuple) else (name,) for name in names]
-    return [pytest.param(*value, marks=[] if value[0] in CHOSEN else [left_out]) for value in values]
-
-
-@pytest.mark.parametrize("name", of(["diffusers_bf16", "comfy_bf16"]))
+@pytest.mark.parametrize("name", ["diffusers_bf16", "comfy_bf16"])
 def test_another_layout_of_the_same_values_changes_nothing(served: dict[str, Generated], name: str) -> None:
     assert same(served[name], served["string_fp8"])
 
@@ -125,18 +111,16 @@ together make 3.7%: 20 log10(12 / 3.7) is 10.2, and the rounding to e4m3 and the
 
 @pytest.mark.parametrize(
     ("name", "reference", "loss"),
-    of(
-        [
-            ("comfy_fp8", "string_fp8", ONE_MORE_ROUNDING),
-            ("comfy_int8_convrot", "string_int8", ONE_MORE_ROUNDING),
-            ("modelopt_fp8_tensor", "string_fp8", ONE_MORE_ROUNDING),
-            ("modelopt_fp8_channel", "string_fp8", ONE_MORE_ROUNDING),
-            # INT8 from e4m3 codes is at least as far as e4m3 is.
-            ("modelopt_fp8_native", "string_fp8", ONE_MORE_ROUNDING),
-            ("fp8_block_native", "string_fp8", ONE_MORE_ROUNDING),
-            ("modelopt_nvfp4", "string_fp8", FOUR_BITS),
-        ]
-    ),
+    [
+        ("comfy_fp8", "string_fp8", ONE_MORE_ROUNDING),
+        ("comfy_int8_convrot", "string_int8", ONE_MORE_ROUNDING),
+        ("modelopt_fp8_tensor", "string_fp8", ONE_MORE_ROUNDING),
+        ("modelopt_fp8_channel", "string_fp8", ONE_MORE_ROUNDING),
+        # INT8 from e4m3 codes is at least as far as e4m3 is.
+        ("modelopt_fp8_native", "string_fp8", ONE_MORE_ROUNDING),
+        ("fp8_block_native", "string_fp8", ONE_MORE_ROUNDING),
+        ("modelopt_nvfp4", "string_fp8", FOUR_BITS),
+    ],
 )
 def test_codes_of_another_format_are_as_close_to_bf16(
     served: dict[str, Generated], name: str, reference: str, loss: float

@@ -10,7 +10,10 @@ import pytest
 from engine_process import environment
 
 
-@pytest.mark.parametrize(("capability", "formats"), [(80, 1), (89, 2), (90, 2), (100, 2), (120, 2)])
+@pytest.mark.parametrize(
+    ("capability", "formats"),
+    [(80, 1), (90, 2), *(pytest.param(other, 2, marks=pytest.mark.exhaustive) for other in (89, 100, 120))],
+)
 def test_compiles(capability: int, formats: int) -> None:
     script = Path(__file__).with_name("compile_for_nvidia.py")
     done = subprocess.run(

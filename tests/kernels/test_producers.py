@@ -102,9 +102,10 @@ class TestSwiglu:
         assert same_codes(found[0], wanted[0])
         assert torch.equal(found[1].nan_to_num(nan=-1.0), wanted[1].nan_to_num(nan=-1.0))
 
-    def test_gates_one_by_one(self) -> None:
+    @pytest.mark.parametrize("every", [592, pytest.param(37, marks=pytest.mark.exhaustive)])
+    def test_gates_one_by_one(self, every: int) -> None:
         """A row with one gate: its scale tells the product to all bits of bf16. All 65,536 of them on a GPU."""
-        bits = torch.arange(0, 2**16, 1 if ON_GPU else 37, dtype=torch.int32).to(torch.int16)
+        bits = torch.arange(0, 2**16, 1 if ON_GPU else every, dtype=torch.int32).to(torch.int16)
         x = torch.zeros(len(bits), 32, dtype=torch.bfloat16)
         x[:, 3], x[:, 19] = bits.view(torch.bfloat16), 1.0
         x = x.to(DEVICE)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import children
 import hsdp_ranks
 import pytest
 import torch
@@ -154,6 +155,6 @@ def test_a_piece_is_not_taken_for_the_codes(method: str) -> None:
                     merge(randn(48, 256))
 
 
-@pytest.mark.timeout(120)
 def test_codes_are_the_same_bytes_after_a_gather() -> None:
-    torch.multiprocessing.spawn(hsdp_ranks.check, (free_port(), ["h3_fp8", "h3_int8"]), nprocs=2)
+    port = free_port()
+    children.run(hsdp_ranks.check, [(rank, port, ["h3_fp8", "h3_int8"]) for rank in (0, 1)])
