@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,14 @@ def run_of(method: str, file: Path) -> MethodRun:
 
 
 def test_clips_are_compared_with_the_first(tmp_path: Path) -> None:
-    clips = {"bf16": make_clip(), "h3_fp8": make_clip(), "h3_int8": make_clip()}
-    clips["h3_int8"].frames[5:] //= 2
-    clips["h3_int8"].audio[:] *= 0.9
-    for method, clip in clips.items():
-        write_clip(tmp_path / f"{method}.mp4", clip)
-    runs = [run_of(method, tmp_path / f"{method}.mp4") for method in clips]
+    clip = make_clip()
+    write_clip(tmp_path / "bf16.mp4", clip)
+    # Copied, since x264 with AVX-512 does not give the same bytes for the same frames on every machine.
+    shutil.copy(tmp_path / "bf16.mp4", tmp_path / "h3_fp8.mp4")
+    clip.frames[5:] //= 2
+    clip.audio[:] *= 0.9
+    write_clip(tmp_path / "h3_int8.mp4", clip)
+    runs = [run_of(method, tmp_path / f"{method}.mp4") for method in ("bf16", "h3_fp8", "h3_int8")]
     fidelity = compare(runs, tmp_path / "grid.png")
     assert fidelity["h3_fp8"].psnr_db == float("inf")
     assert fidelity["h3_int8"].psnr_db < 15

@@ -219,7 +219,7 @@ def end_processes(processes: Iterable[Any], grace_s: float = GRACE_S) -> None:
     left = list(processes)
     for ask in (None, "terminate", "kill"):
         for process in left if ask else ():
-            getattr(process, ask)()
+            getattr(process, str(ask))()
         deadline = time.monotonic() + grace_s
         for process in left:
             process.join(max(0.0, deadline - time.monotonic()))
