@@ -217,8 +217,8 @@ def _with_no_worker_left(original: Callable[..., Any]) -> Callable[..., Any]:
 def end_processes(processes: Iterable[Any], grace_s: float = GRACE_S) -> None:
     """Wait for processes to end by themselves, ask those that do not, and kill those that do not then."""
     left = list(processes)
-    for ask in (None, "terminate", "kill"):
-        for process in left if ask else ():
+    for ask in ("is_alive", "terminate", "kill"):
+        for process in left:
             getattr(process, ask)()
         deadline = time.monotonic() + grace_s
         for process in left:
