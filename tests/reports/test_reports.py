@@ -72,7 +72,13 @@ def test_a_flag_that_reaches_nothing() -> None:
     from types import SimpleNamespace
 
     config = build("h3_fp8", where="test")
-    od_config = SimpleNamespace(quantization_config=config, diffusion_kv_cache_dtype=None, cache_config=None)
+    od_config = SimpleNamespace(
+        quantization_config=config,
+        diffusion_kv_cache_dtype=None,
+        cache_config=None,
+        dtype=torch.bfloat16,
+        enable_broadcast_weight_load=False,
+    )
     with pytest.raises(H3QuantError, match="h3_fp8 reached no linear of this model"):
         before_load([config], SimpleNamespace(od_config=od_config), torch.nn.Module())
 

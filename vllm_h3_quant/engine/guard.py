@@ -31,9 +31,10 @@ def check(od_config: Any) -> None:
     if method is None:
         return
     refuse_dtype(od_config.dtype, method)
-    ranks = od_config.parallel_config.world_size
-    if od_config.enable_broadcast_weight_load and od_config.parallel_config.use_hsdp and ranks > 1:
-        refuse_broadcast(quantization)
+    if od_config.enable_broadcast_weight_load:
+        parallel = od_config.parallel_config
+        if parallel.use_hsdp and parallel.world_size > 1:
+            refuse_broadcast(quantization)
 
 
 def refuse_dtype(dtype: torch.dtype | None, method: str) -> None:

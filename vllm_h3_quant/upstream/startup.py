@@ -216,14 +216,20 @@ def _with_no_worker_left(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def end_processes(processes: Iterable[Any], grace_s: float = GRACE_S) -> None:
     """Wait for processes to end by themselves, ask those that do not, and kill those that do not then."""
-    left = list(processes)
-    for ask in (None, "terminate", "kill"):
-        for process in left if ask else ():
-            getattr(process, str(ask))()
-        deadline = time.monotonic() + grace_s
+    left = _outlasting(processes, grace_s)
+    for ask in ("terminate", "kill"):
         for process in left:
-            process.join(max(0.0, deadline - time.monotonic()))
-        left = [process for process in left if process.is_alive()]
+            getattr(process, ask)()
+        left = _outlasting(left, grace_s)
+
+
+def _outlasting(processes: Iterable[Any], grace_s: float) -> list[Any]:
+    """Processes that are still there after as many seconds."""
+    waiting = list(processes)
+    deadline = time.monotonic() + grace_s
+    for process in waiting:
+        process.join(max(0.0, deadline - time.monotonic()))
+    return [process for process in waiting if process.is_alive()]
 
 
 class _WithoutTraceback(logging.Filter):
