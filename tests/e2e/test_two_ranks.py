@@ -77,8 +77,9 @@ def two_ranks(
         for method, config in CONFIGS.items()
         if exhaustive or method == "h3_fp8"
     }
-    arguments["ulysses"] = {**ULYSSES, **RANKS}
     arguments["hsdp ulysses"] = {**ULYSSES, **HSDP}
+    if exhaustive:
+        arguments["ulysses"] = {**ULYSSES, **RANKS}
     runs: dict[str, dict[str, Any]] = {name: {"arguments": given} for name, given in arguments.items()}
     if exhaustive:
         runs["allgather"] = {
@@ -106,11 +107,12 @@ def test_the_clip_is_that_of_one_rank(
     assert two.psnr(one) > one.psnr(bf16) - 6
 
 
+@pytest.mark.parametrize("run", ["hsdp ulysses", pytest.param("ulysses", marks=pytest.mark.exhaustive)])
 def test_attention_behind_ulysses_is_that_of_one_rank(
-    two_ranks: dict[str, Generated], clips: dict[str, Generated]
+    two_ranks: dict[str, Generated], clips: dict[str, Generated], run: str
 ) -> None:
     """Each rank attends all tokens with one of the two heads, by the means and scales of the whole documents."""
-    two, one = two_ranks["ulysses"], clips["full_int8"]
+    two, one = two_ranks[run], clips["full_int8"]
     assert two.report.components["transformer"].attention == one.report.components["transformer"].attention
     assert "8-bit attention leaves calls" not in two.log
     # Products of half the rows may round otherwise, which is less than what quantization does.
@@ -125,9 +127,13 @@ def test_an_export_may_be_gathered(two_ranks: dict[str, Generated]) -> None:
         assert np.array_equal(two_ranks["allgather"].arrays[name], array), name
 
 
-def test_hsdp_beside_ulysses(two_ranks: dict[str, Generated]) -> None:
-    """Each rank runs its half of the tokens from its half of the codes and the other's."""
+def test_hsdp_shards_codes_beside_ulysses(two_ranks: dict[str, Generated]) -> None:
     assert "HSDP applied to model" in two_ranks["hsdp ulysses"].log
     assert "unshardable" not in two_ranks["hsdp ulysses"].log, "codes stay whole on every rank"
+
+
+@pytest.mark.exhaustive
+def test_hsdp_changes_nothing_beside_ulysses(two_ranks: dict[str, Generated]) -> None:
+    """Each rank runs its half of the tokens from its half of the codes and the other's."""
     for name, array in two_ranks["ulysses"].arrays.items():
         assert np.array_equal(two_ranks["hsdp ulysses"].arrays[name], array), name
