@@ -16,9 +16,11 @@ from clips import make_clip
 
 from vllm_h3_quant.fidelity.clip import write_clip
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 ONLINE = EXAMPLES / "online_serving" / "minimax_h3"
 SCRIPTS = sorted(ONLINE.glob("*.sh"))
+OTHERS = [*sorted((ROOT / "benchmarks").glob("*.sh")), *sorted((ROOT / ".ci").iterdir())]
 SERVERS = [script for script in SCRIPTS if script.name.startswith("run_server_")]
 
 
@@ -38,7 +40,7 @@ def test_every_server_script_is_found() -> None:
     ]
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+@pytest.mark.parametrize("script", [*SCRIPTS, *OTHERS], ids=lambda script: script.name)
 def test_syntax_and_shellcheck(script: Path) -> None:
     subprocess.run(["bash", "-n", script], check=True, timeout=30)
     shellcheck = Path(sys.executable).with_name("shellcheck")
