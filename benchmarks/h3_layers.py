@@ -234,8 +234,11 @@ def kernel(layer: Module) -> str:
 
 def attention_kernel(layer: Module) -> str:
     """What computes attention, by the name that this package or the engine gives it."""
+    from vllm_h3_quant.attention.layers import decision_of
+
     found: Any = layer
-    return str(getattr(found.attention, "kernel", found.attn_backend.get_name()))
+    decision = decision_of(found)
+    return decision.kernel if decision and decision.kernel else str(found.attn_backend.get_name())
 
 
 def weight_mib(model: Module) -> float:
