@@ -11,7 +11,7 @@ gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
 mkdir -p "$out"
 
 # docs/hardware.md: the table of what was run.
-python3 -m pytest tests/gpu tests/attention tests/kernels tests/methods tests/blocks
+python3 -m pytest tests/gpu tests/attention tests/kernels tests/methods tests/blocks tests/dlo
 
 # docs/checkpoints.md, "Loading": the export's row, with its scales read as slices.
 vllm-h3-quant export "$model" "$out/export" --method h3_fp8
